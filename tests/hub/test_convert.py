@@ -15,7 +15,7 @@ from transformers.models.muse_glimmer import MuseGlimmerTextConfig
 from transformers.models.muse_glimmer.modeling_muse_glimmer import MuseGlimmerTextNormedEmbedding
 from transformers.models.muse_glimmer_assistant import MuseGlimmerAssistantModel
 
-from hf_dspark import DSparkConfig, DSparkDraftModel, Eagle3Config, Eagle3DraftModel
+from hf_dspark import DSparkConfig, DSparkDraftModel, Eagle3DraftModel
 from hf_dspark.formats.checkpoint import Checkpoint
 from hf_dspark.formats.fields import look_up
 from hf_dspark.formats.tables import FORMATS
@@ -457,17 +457,9 @@ def test_drafts_that_cannot_be_held_are_refused(make_draft, target, tmp_path, fo
     assert not list(tmp_path.iterdir()), "nothing may be left behind"
 
 
-def test_eagle3_drafts_have_a_place_in_deepspecs_format_only(target, tmp_path):
-    draft = Eagle3DraftModel(Eagle3Config.from_target(target.config))
-    for format in ("speculators", "sglang", "transformers"):
-        with pytest.raises(ValueError, match="no place for drafts of the kind 'dspark_eagle3'"):
-            convert_checkpoint(draft, tmp_path / "there", format, target=target)
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"speculators_model_type": "eagle3"}, "speculators_model_type is 'eagle3'"),
         ({"target_hidden_size": 64}, "target_hidden_size differs"),
         ({"topk_context": 8}, "topk_context"),
         ({"projector_type": "domino"}, "projector_type"),

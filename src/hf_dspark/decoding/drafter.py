@@ -203,7 +203,7 @@ class Drafter:
     ) -> Drafts | None:
         """Let the draft read all features that it has not seen, and draft so many levels if a sampler draws them."""
         draft, num_features = self.draft, _num_features(requests)
-        width = len(draft.config.target_layer_ids) * draft.config.hidden_size
+        width = len(draft.config.target_layer_ids) * draft.config.feature_size
         nothing = torch.empty(0, width, device=draft.device, dtype=draft.dtype)
         anchors = torch.cat([request.anchor for request in requests])
         # The features end right before the anchor, so the token after each of them is committed.

@@ -86,6 +86,7 @@ class Format:
     copies: tuple[str, ...] = ()  # what it has of an embedding and an LM head: the draft's own, or the target's
     holds_own_weights: bool = False  # whether it can hold the draft's own embedding and LM head, and no copies
     names_target: bool = False  # so exporting needs the target
+    limits: Mapping[str, Rules] | None = None  # drafts that an engine cannot run, unless `ENGINE_REFUSALS` says it
     sections: tuple[str, ...] = ()  # objects of the draft's own, whose keys count as if they stood at the top
     own: tuple[str, ...] = ()  # other objects of the draft's own ("" is the top), all keys of which must be known
     layers: tuple[str, ...] = ("",)  # objects that describe the draft's layers, and copy nothing of the target's
@@ -192,6 +193,12 @@ def _rope_set(config: Source, place: str, layer_type: str | None) -> dict[str, A
     if entries["rope_type"] != "proportional":
         entries.pop(_PARTIAL, None)
     return entries
+
+
+def old_rope_scaling(config: PreTrainedConfig, facts: TargetFacts | None) -> dict[str, Any] | None:
+    parameters = dict(config.rope_parameters)
+    del parameters["rope_theta"]
+    return parameters if parameters.get("rope_type", "default") != "default" else None
 
 
 def full_attention_rope(rope_parameters: dict[str, Any] | None) -> dict[str, Any] | None:
@@ -352,3 +359,21 @@ NO_WINDOW_FROM_ANCHOR = {
         slides(c) and getattr(c, "sliding_from_anchor", False)
     )
 }
+
+
+# ---- what speculators writes for drafts of all kinds
+
+SPECULATORS_LAYERS = "transformer_layer_config."
+PROPOSAL_METHOD = {"proposal_type": "greedy", "accept_tolerance": 0.0, "verifier_accept_k": 1}
+
+
+def proposed_tokens(config: Source) -> Any:
+    """Return how many tokens its first method proposes, `None` if that is not said."""
+    proposals = look_up(config, "speculators_config.proposal_methods")
+    first = proposals[0] if isinstance(proposals, list) and proposals else None
+    return first.get("speculative_tokens") if isinstance(first, Mapping) else None
+
+
+def speculators_vocab(config: Source) -> Any:
+    size = look_up(config, "draft_vocab_size")
+    return None if size == look_up(config, SPECULATORS_LAYERS + "vocab_size") else size

@@ -29,6 +29,7 @@ from .fields import (
     layer_types_there,
     look_up,
     num_draft_tokens,
+    old_rope_scaling,
     rope,
     slides,
     slides_there,
@@ -90,12 +91,6 @@ def _flat_section(config: PreTrainedConfig, facts: TargetFacts | None) -> dict[s
     values = {name: getattr(config, name) for name in ("mask_token_id", "target_layer_ids", *heads)}
     sinks = {"attention_sink_bias": True} if config.attention_sinks else {}
     return {"projector_type": "dspark"} | values | sinks
-
-
-def _old_rope_scaling(config: PreTrainedConfig, facts: TargetFacts | None) -> dict[str, Any] | None:
-    parameters = dict(config.rope_parameters)
-    del parameters["rope_theta"]
-    return parameters if parameters.get("rope_type", "default") != "default" else None
 
 
 LAYER_RULES: Rules = {
@@ -194,7 +189,7 @@ SGLANG = Format(
         "use_sliding_window": lambda c, facts: slides(c),
         # Where versions before transformers 5 look for it.
         "rope_theta": lambda c, facts: c.rope_parameters["rope_theta"],
-        "rope_scaling": _old_rope_scaling,
+        "rope_scaling": old_rope_scaling,
     },
     constants={
         name: value for name, value in QWEN3_LAYERS.items() if name not in ("attention_sinks", "rope_interleaved")

@@ -4,9 +4,9 @@ it cannot hold; and which drafts a program that serves them cannot run. A new fo
 Loaders skip keys that they do not know and take defaults for keys that they miss, without a word.
 """
 
-from collections.abc import Mapping
 from typing import Any
 
+from . import eagle3
 from .dflash import FLAT_KINDS, speculators_kinds
 from .fields import (
     ASKED,
@@ -17,11 +17,13 @@ from .fields import (
     OMIT,
     ONE_BIAS_FLAG,
     ONLY_QWEN3_LAYERS,
+    PROPOSAL_METHOD,
     QWEN3_BASE,
     QWEN3_EMBEDDING,
     QWEN3_LAYERS,
     REQUIRED,
     ROPE_PLACES,
+    SPECULATORS_LAYERS,
     TARGET_DEPTH,
     TARGET_TYPE,
     WINDOW_PLACES,
@@ -37,9 +39,11 @@ from .fields import (
     layer_types_there,
     look_up,
     num_draft_tokens,
+    proposed_tokens,
     rope,
     slides,
     slides_there,
+    speculators_vocab,
     window_if_sliding,
 )
 from .flat import SGLANG
@@ -225,7 +229,9 @@ DEEPSPEC_EAGLE3 = Format(
         "draft_num_hidden_layers": lambda c, facts: c.num_hidden_layers,
         "target_model_name_or_path": lambda c, facts: None if facts is None else facts.name_or_path,
     },
-    constants=QWEN3_EMBEDDING,
+    constants=QWEN3_EMBEDDING
+    | dict.fromkeys(("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output"), False)
+    | {"qk_norm": True, "embedding_in_all_layers": True, "draft_vocab_size": None, "target_hidden_size": None},
     # DeepSpec's loader asks for step_loss_decay, which weights its training loss; 0.8 is its default.
     base=lambda facts: _DEEPSPEC_BASE | {"architectures": ["Qwen3Eagle3Model"], "step_loss_decay": 0.8},
     accepts={"model_type": ("qwen3",)},
@@ -239,18 +245,13 @@ DEEPSPEC_EAGLE3 = Format(
 
 # ---- speculators
 
-_LAYERS = "transformer_layer_config."
-
-
+_LAYERS = SPECULATORS_LAYERS
 _LAYOUT = ("sample_from_anchor", "block_size", "speculators_config")
 
 
 def _speculators_anchored(config: Source) -> bool:
     """Tell the layout, which versions before 0.7 did not name, by the number of tokens that a block proposes."""
-    anchored, slots = config.get("sample_from_anchor"), integer(config, "block_size")
-    proposals = look_up(config, "speculators_config.proposal_methods")
-    first = proposals[0] if isinstance(proposals, list) and proposals else None
-    tokens = first.get("speculative_tokens") if isinstance(first, Mapping) else None
+    anchored, slots, tokens = config.get("sample_from_anchor"), integer(config, "block_size"), proposed_tokens(config)
     if anchored is None and config.get("speculators_model_type") != "dspark":
         anchored = False  # its DFlash
     if anchored is None and tokens in (slots, slots - 1):
@@ -277,13 +278,6 @@ def _speculators_taps(config: Source) -> list[int]:
         raise ValueError(f"config.json: 'aux_hidden_state_layer_ids' must be a list of integers, got {taps!r}")
     return [tap - 1 for tap in taps]
 
-
-def _speculators_vocab(config: Source) -> Any:
-    size = look_up(config, "draft_vocab_size")
-    return None if size == look_up(config, _LAYERS + "vocab_size") else size
-
-
-_PROPOSAL_METHOD = {"proposal_type": "greedy", "accept_tolerance": 0.0, "verifier_accept_k": 1}
 
 SPECULATORS = Format(
     name="speculators",
@@ -333,14 +327,14 @@ SPECULATORS = Format(
             read=lambda c: num_draft_tokens(c, _speculators_anchored(c)),
             write=lambda c, facts: c.num_slots,
         ),
-        Field("draft_vocab_size", read=_speculators_vocab, write=lambda c, facts: c.draft_vocab_size or c.vocab_size),
+        Field("draft_vocab_size", read=speculators_vocab, write=lambda c, facts: c.draft_vocab_size or c.vocab_size),
     ),
     writes={
         _LAYERS + "use_sliding_window": lambda c, facts: slides(c),
         "speculators_config.verifier.architectures": lambda c, facts: facts.config.architectures,
         "speculators_config.verifier.name_or_path": lambda c, facts: facts.name_or_path,
         "speculators_config.proposal_methods": lambda c, facts: [
-            _PROPOSAL_METHOD | {"speculative_tokens": c.block_size}
+            PROPOSAL_METHOD | {"speculative_tokens": c.block_size}
         ],
     },
     constants=QWEN3_LAYERS,
@@ -425,6 +419,8 @@ FORMATS = (
     DEEPSPEC_GEMMA4,
     DEEPSPEC_QWEN3,
     DEEPSPEC_EAGLE3,
+    eagle3.FLAT,
+    eagle3.SPECULATORS,
     *speculators_kinds(SPECULATORS),
     SPECULATORS,
     *FLAT_KINDS,

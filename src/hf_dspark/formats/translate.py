@@ -185,7 +185,8 @@ def engines_of(
     """Return the engines that read a format and can run the draft, all or the wanted one, and notes about others."""
     if wanted not in (None, *entry.engines):
         raise ValueError(f"the format {entry.name!r} is read by {', '.join(entry.engines)}, not by {wanted!r}")
-    reasons = {name: "; ".join(_reasons(ENGINE_REFUSALS.get(name, {}), config)) for name in entry.engines}
+    limits = ENGINE_REFUSALS if entry.limits is None else entry.limits
+    reasons = {name: "; ".join(_reasons(limits.get(name, {}), config)) for name in entry.engines}
     notes = {name: f"{name} cannot run this draft: {reason}" for name, reason in reasons.items() if reason}
     able = tuple(name for name in entry.engines if name not in notes and wanted in (None, name))
     if not able:

@@ -155,6 +155,8 @@ def read_with_copies(
         ours = read_draft_config(checkpoint, facts, sample_from_anchor)
         ours.pop("auto_map", None)  # code that a repository carries is not used, nor copied
         config = DRAFTS[kind].config_class.from_dict(ours)
+    if facts is not None:
+        check_fits(config, facts.config)
     return config, DRAFTS[kind].read_tensors(config, checkpoint)
 
 

@@ -104,7 +104,9 @@ def _described(config: DraftConfig, checkpoint: Checkpoint) -> dict[str, Any]:
     )
     width = f"{layers} of {config.head_dim}, hidden size {config.hidden_size}, MLP {config.intermediate_size}"
     windows = f", {slides} with a window of {getattr(config, 'sliding_window', None)}" if slides else ""
-    taps = f"reads layers {', '.join(map(str, config.target_layer_ids))} of {config.num_target_layers or 'some'}"
+    taps = f"reads layers {', '.join(map(str, config.target_layer_ids or ()))} of {config.num_target_layers or 'some'}"
+    if config.target_layer_ids is None:
+        taps = f"reads {config.num_taps} layers, by its target's depth"
     stored = stored_names(checkpoint)
     runs = () if entry is None else exports_of(config).get(entry.name, ((), ""))[0]
     return {

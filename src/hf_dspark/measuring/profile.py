@@ -185,7 +185,7 @@ def passes_by_slots(target: PreTrainedModel, prompt: torch.Tensor, requests: int
 
 def _drafting(draft: DraftModel, requests: int, context_length: int) -> Callable[[], None]:
     """Let the draft read contexts; return the drafting of a block each, three tokens committed since the last one."""
-    width = len(draft.config.target_layer_ids) * draft.config.hidden_size
+    width = len(draft.config.target_layer_ids) * draft.config.feature_size
     cache = SlotCache(requests)
     anchors = torch.zeros(requests, dtype=torch.long, device=draft.device)
 

@@ -141,6 +141,8 @@ class CachedPass:
     written: tuple[SlotLayout, ...]  # what layers give keys and values of, one after the other
     rows: SlotLayout  # which of them attend
     is_causal: bool = False
+    # Of nodes of trees: which slots each row sees, [R, width, keys]; there are no sliding layers then.
+    sees: torch.Tensor | None = None
     masks: dict[SlidingWindow | None, torch.Tensor | None] = field(
         default_factory=dict
     )  # for all layers, folded without sinks
@@ -154,6 +156,8 @@ class CachedPass:
 
     def visible(self, window: SlidingWindow | None, device: torch.device) -> torch.Tensor | None:
         """Return which slots from `keys_from(window)` on each row sees, `[R, 1, width, keys]`; `None`: all."""
+        if self.sees is not None:
+            return self.sees[:, None]
         starts, width = self.rows.starts, self.rows.width
         keys = torch.arange(self.keys_from(window), self.rows.end, device=device)
         own = keys - to_device(starts, device)[:, None, None, None]  # negative: context

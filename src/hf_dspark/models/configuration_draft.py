@@ -20,6 +20,7 @@ from ..formats.checkpoint import HUB_ARGUMENTS, QUANTISATION, Checkpoint
 from ..formats.fields import ROPE_TYPES, full_attention_rope, of_full_attention
 from ..formats.translate import draft_model_type, places_of, read_draft_config
 from ..scheduling.calibration import LogitFits, check_logit_fits, check_temperatures
+from ..scheduling.tree_plans import SiblingAcceptance, usual_acceptance
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -109,8 +110,10 @@ class DraftConfig(PreTrainedConfig):
     sandwich_norms: ClassVar[bool] = False
     layer_scalar: ClassVar[bool] = False
     draft_vocab_size: ClassVar[int | None] = None
+    target_hidden_size: ClassVar[int | None] = None
     # Whether a block takes one pass per token; if so, each context slot also reads the committed token after it.
     is_autoregressive: ClassVar[bool] = False
+    taps_by_depth: ClassVar[bool] = False  # whether `target_layer_ids` may be left to the depth of the target
 
     vocab_size: int = 151936
     hidden_size: int = 2560
@@ -147,10 +150,10 @@ class DraftConfig(PreTrainedConfig):
     def __post_init__(self, **kwargs: Any) -> None:
         if self.head_dim is None:
             self.head_dim = self.hidden_size // max(self.num_attention_heads, 1)
-        if self.target_layer_ids is None:
-            if self.num_target_layers is None:
-                raise ValueError(f"{type(self).__name__}.num_target_layers must be known to choose tapped layers")
+        if self.target_layer_ids is None and self.num_target_layers is not None:
             self.target_layer_ids = default_target_layer_ids(self.num_target_layers)
+        if self.target_layer_ids is None and not self.taps_by_depth:
+            raise ValueError(f"{type(self).__name__}.num_target_layers must be known to choose tapped layers")
         if self.rope_parameters is None:
             self.rope_parameters = {"rope_type": "default", "rope_theta": 1_000_000.0}
         super().__post_init__(**kwargs)
@@ -173,7 +176,8 @@ class DraftConfig(PreTrainedConfig):
             yield type(value) is not float or abs(value) <= LARGEST, field.name, "be finite in float32"
         for name in ("embedding_scale", "logit_scale", "final_logit_softcapping", "rms_norm_eps"):
             yield getattr(self, name) is None or getattr(self, name) > 0, name, "be positive"
-        heads, ids, tokens = self.num_attention_heads, self.target_layer_ids, self.num_draft_tokens
+        heads, tokens = self.num_attention_heads, self.num_draft_tokens
+        ids = [0] if self.target_layer_ids is None else self.target_layer_ids
         last = (self.num_target_layers or MAX_SIZES["num_target_layers"]) - 1
         the_last = f"lie in [-1, {last - 1}]: the last layer ({last}) is only visible after the final norm"
         yield self.initializer_range >= 0, "initializer_range", "not be negative"
@@ -212,6 +216,11 @@ class DraftConfig(PreTrainedConfig):
             except (ValueError, TypeError) as error:
                 raise ValueError(f"{type(self).__name__}.{name}[{key!r}]: {error}") from error
 
+    def siblings_for(self, do_sample: bool) -> SiblingAcceptance:
+        """Return what to expect of nodes: what was measured, or else what holds for many drafts."""
+        entry = (self.sibling_acceptance or {}).get("sampled" if do_sample else "greedy")
+        return usual_acceptance(do_sample, self.block_size) if entry is None else SiblingAcceptance(do_sample, **entry)
+
     @property
     def num_draft_tokens(self) -> int:
         return self.draft_vocab_size or self.vocab_size
@@ -225,6 +234,11 @@ class DraftConfig(PreTrainedConfig):
     def num_slots(self) -> int:
         """Slots of a block: γ, and one more where the anchor's predicts nothing."""
         return self.block_size
+
+    @property
+    def feature_size(self) -> int:
+        """d of the target, which is the draft's own unless it says otherwise."""
+        return self.target_hidden_size or self.hidden_size
 
     def confidence_fits_for(self, domain: str | None, do_sample: bool) -> LogitFits | None:
         """Return slopes and offsets of a domain, else of the sampling regime, else the default; `None` without any.

@@ -7,7 +7,6 @@ from huggingface_hub.dataclasses import strict
 from transformers import PreTrainedConfig
 
 from ..scheduling.calibration import check_logit_fits, check_siblings, check_temperatures
-from ..scheduling.tree_plans import SiblingAcceptance, usual_acceptance
 from .configuration_draft import MAX_SIZES, DraftConfig, text_config
 
 if TYPE_CHECKING:
@@ -146,11 +145,6 @@ class DSparkConfig(DraftConfig):
         yield self.enable_confidence_head or not fits, "confidence_fits", need
         yield temperatures is None or "default" in temperatures, "sts_temperatures", "have a 'default' entry"
         yield regimes <= {"greedy", "sampled"}, "sibling_acceptance", "have entries 'greedy' and 'sampled'"
-
-    def siblings_for(self, do_sample: bool) -> SiblingAcceptance:
-        """Return what to expect of nodes: what was measured, or else what holds for many drafts."""
-        entry = (self.sibling_acceptance or {}).get("sampled" if do_sample else "greedy")
-        return usual_acceptance(do_sample, self.block_size) if entry is None else SiblingAcceptance(do_sample, **entry)
 
     @property
     def num_slots(self) -> int:

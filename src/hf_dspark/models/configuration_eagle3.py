@@ -1,19 +1,35 @@
 """The configuration of an Eagle3 draft: facts about the model, and nothing else."""
 
+from collections.abc import Iterator
 from typing import ClassVar
 
 from huggingface_hub.dataclasses import strict
 
 from .configuration_draft import DraftConfig
 
+NUM_DEFAULT_TAPS = 3
+
 
 @strict
 class Eagle3Config(DraftConfig):
     """Configuration of an [`Eagle3DraftModel`].
 
+    `target_layer_ids` and `num_target_layers` may both be `None`, as in most published drafts: then binding to a
+    target of n layers taps the layers 1, n // 2 - 1 and n - 4.
+
     Args:
         block_size (`int`): γ, the number of draft tokens, one pass each; DeepSpec calls it `ttt_length`.
-        kwargs: As for [`DraftConfig`]. Queries and keys have an RMS norm per head, as in Qwen3.
+        draft_vocab_size (`int`, *optional*): V_d of a draft with a pruned vocabulary, which has an LM head of its own
+            and never proposes any other token; `None` for the target's whole vocabulary.
+        target_hidden_size (`int`, *optional*): d of the target where the draft's differs; such a draft has an
+            embedding and an LM head of its own.
+        qk_norm (`bool`): RMS norm on queries and keys per head (Qwen3).
+        embedding_in_all_layers (`bool`): Whether each layer reads the embedded token anew (DeepSpec), or the first
+            alone. Drafts of one layer do not differ.
+        norm_before_residual (`bool`): Whether the residual of layers that read the embedding is what their norm gave.
+        fc_norm, norm_before_fc (`bool`): A norm for each tapped layer, or one for all together, before `fc`.
+        norm_output (`bool`): Whether the next step reads the output after the final norm (EAGLE-3.1), not before.
+        kwargs: As for [`DraftConfig`].
 
     Example:
 
@@ -24,3 +40,41 @@ class Eagle3Config(DraftConfig):
 
     model_type = "dspark_eagle3"
     is_autoregressive: ClassVar[bool] = True
+    taps_by_depth: ClassVar[bool] = True
+
+    draft_vocab_size: int | None = None
+    target_hidden_size: int | None = None
+    qk_norm: bool = True
+    embedding_in_all_layers: bool = True
+    norm_before_residual: bool = False
+    fc_norm: bool = False
+    norm_before_fc: bool = False
+    norm_output: bool = False
+
+    def rules(self) -> Iterator[tuple[bool, str, str]]:
+        size = self.target_hidden_size
+        yield size is None or 1 <= size <= 2**17, "target_hidden_size", f"lie in [1, {2**17}]"
+        yield from super().rules()
+        pruned = self.draft_vocab_size
+        yield pruned is None or 1 <= pruned <= self.vocab_size, "draft_vocab_size", f"lie in [1, {self.vocab_size}]"
+        for name, has in (("own_embedding", self.own_embedding), ("own_lm_head", self.has_lm_head)):
+            yield has or self.feature_size == self.hidden_size, name, "be True: the target's has rows of another size"
+        need = "not be True together with fc_norm: the features pass one of them"
+        yield not (self.fc_norm and self.norm_before_fc), "norm_before_fc", need
+
+    @property
+    def has_lm_head(self) -> bool:
+        return self.own_lm_head or self.draft_vocab_size is not None
+
+    @property
+    def num_taps(self) -> int:
+        return NUM_DEFAULT_TAPS if self.target_layer_ids is None else len(self.target_layer_ids)
+
+    def tap_by_depth(self, num_target_layers: int) -> None:
+        taps = [1, num_target_layers // 2 - 1, num_target_layers - 4]
+        if sorted(set(taps)) != taps:
+            raise ValueError(
+                f"the draft does not say which layers it taps, which means {taps} of {num_target_layers} layers, and "
+                "these are not three: load the target that it was trained on, or set config.target_layer_ids"
+            )
+        self.num_target_layers, self.target_layer_ids = num_target_layers, taps

@@ -296,6 +296,9 @@ class DraftModel(PreTrainedModel):
 
     def draft_token_ids(self) -> torch.Tensor | None:
         """Return the target's token of each draft logit, `[V_d]`; `None` where the vocabularies are one."""
+        if self.config.draft_vocab_size is None:
+            return None
+        return torch.arange(len(self.d2t), device=self.d2t.device) + self.d2t
 
     def scaled_logits(self, logits: torch.Tensor) -> torch.Tensor:
         """Apply what the target does to the output of its LM head: a factor, then a soft cap."""
@@ -425,13 +428,18 @@ def _refuse_other_files(kwargs: dict[str, Any]) -> None:
 
 
 def check_fits(config: PreTrainedConfig, target: PreTrainedModel | PreTrainedConfig) -> None:
-    """Raise a `ValueError` that names every way in which a draft's config and a target, or its config, do not fit."""
+    """Raise a `ValueError` that names every way in which a draft's config and a target, or its config, do not fit.
+
+    A draft that leaves the tapped layers to the target's depth learns them here.
+    """
     text = text_config(target)
+    if config.target_layer_ids is None:
+        config.tap_by_depth(text.num_hidden_layers)
     # A checkpoint may not record its target's depth; then we only know that the last layer is not tapped.
     depth = config.num_target_layers or max(text.num_hidden_layers, max(config.target_layer_ids) + 2)
     facts = (
         ("vocab_size", config.vocab_size, text.vocab_size),
-        ("hidden_size", config.hidden_size, text.hidden_size),
+        ("hidden_size", config.feature_size, text.hidden_size),
         ("num_target_layers", depth, text.num_hidden_layers),
     )
     wrong = [f"{name}: draft {ours}, target {theirs}" for name, ours, theirs in facts if ours != theirs]

@@ -112,11 +112,6 @@ class DSparkDraftModel(DraftModel):
         elif self.markov_head is not None and module is self.markov_head.markov_w2:
             nn.init.zeros_(module.weight)  # an untrained head leaves the base logits alone
 
-    def draft_token_ids(self) -> torch.Tensor | None:
-        if self.config.draft_vocab_size is None:
-            return None
-        return torch.arange(len(self.d2t), device=self.d2t.device) + self.d2t
-
     def _successors(self) -> Successors | None:
         candidates = self.config.draft_top_k
         # A single candidate is the best one.

@@ -1,16 +1,20 @@
 """The Eagle3 draft model, the autoregressive baseline: one light pass per draft token, fed with its own last output.
 
 Slot i reads what is known of position i, and token i+1, and predicts token i+2. In context slots, what is known are
-the target's features; in a block, it is the draft's own output of the slot before.
+the target's features; in a block, it is the draft's own output of the slot before. One class reads the drafts of all
+projects; what differs is in the config.
 """
 
 from collections.abc import Sequence
 from itertools import accumulate
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
+from ..formats.checkpoint import Checkpoint
+from ..formats.translate import stored_names
 from ..sampling.distributions import largest
 from ..sampling.drafts import Drafts, Sampler
 from ..sampling.transfers import to_device
@@ -23,11 +27,13 @@ from .slot_cache import SlotCache, SlotLayout
 
 
 class Eagle3Layer(DraftLayer):
-    """One decoder layer over hidden states; each layer reads the token embeddings anew, side by side with them."""
+    """One decoder layer over hidden states; the first one, or each, reads token embeddings side by side with them."""
 
     def __init__(self, config: Eagle3Config, layer_idx: int) -> None:
-        super().__init__(config, layer_idx, 2 * config.hidden_size)
-        self.hidden_norm = DSparkRMSNorm(config.hidden_size, config.rms_norm_eps)
+        reads_embedding = layer_idx == 0 or config.embedding_in_all_layers
+        super().__init__(config, layer_idx, (1 + reads_embedding) * config.hidden_size)
+        self.norm_before_residual = config.norm_before_residual
+        self.hidden_norm = DSparkRMSNorm(config.hidden_size, config.rms_norm_eps) if reads_embedding else None
 
     def forward(
         self,
@@ -43,7 +49,12 @@ class Eagle3Layer(DraftLayer):
         Returns the output `[B, Q, d]` of the slots `rows`, and keys and values of all slots, `[B, kv_heads, T, size]`.
         `earlier` are keys and values of earlier passes.
         """
-        states = torch.cat([self.input_layernorm(embeds), self.hidden_norm(hidden)], dim=-1)
+        if self.hidden_norm is None:
+            states = self.input_layernorm(hidden)
+        else:
+            normed = self.hidden_norm(hidden)
+            states = torch.cat([self.input_layernorm(embeds), normed], dim=-1)
+            hidden = normed if self.norm_before_residual else hidden
         of_rows = tuple(take_rows(part[:, 0], rows)[:, None] for part in rotary)
         attended, *own = self.self_attn(take_rows(states, rows), states, of_rows, rotary, attending, *earlier)
         return self.after_attention(take_rows(hidden, rows), attended), *own
@@ -54,8 +65,41 @@ def take_rows(states: torch.Tensor, rows: torch.Tensor | None) -> torch.Tensor:
     return states if rows is None else states.gather(1, rows[:, :, None].expand(-1, -1, states.shape[-1]))
 
 
+class NodeSlots:
+    """Where the nodes of trees stand in the cache while these grow: after their row's context, as they come."""
+
+    def __init__(self, starts: Sequence[int]) -> None:
+        self._starts, self._free, self._depth = starts, list(starts), 0
+        self._rows = list(range(len(starts)))  # of the nodes of the latest level, in ascending order
+        self._paths: list[list[int]] = [[] for _ in starts]  # slots of each of them and its ancestors
+
+    def below(self, parents: Sequence[int], device: torch.device) -> tuple[SlotLayout, torch.Tensor, torch.Tensor]:
+        """Give slots to the children of nodes of the latest level. Returns the layout of the new level, the positions
+        `[1, F]` of its nodes, and which slots they see, `[R, width, slots]`."""
+        self._rows = [self._rows[parent] for parent in parents]
+        paths = [self._paths[parent] for parent in parents]
+        counts = np.bincount(self._rows, minlength=len(self._free))
+        layout = SlotLayout(tuple(self._free), tuple(counts.tolist()))
+        sees = np.zeros((layout.num_rows, layout.width, layout.end), dtype=bool)
+        sees[:, :, 0] = True  # columns without a node would be NaN
+        self._paths, positions = [], []
+        for row, path in zip(self._rows, paths, strict=True):
+            slot = self._free[row]
+            self._free[row] = slot + 1
+            self._paths.append([*path, slot])
+            seen = sees[row, slot - layout.starts[row]]
+            seen[: self._starts[row]] = True
+            seen[self._paths[-1]] = True
+            positions.append(self._starts[row] + self._depth)
+        self._depth += 1
+        return layout, to_device([positions], device), to_device(torch.from_numpy(sees), device)
+
+
 class Eagle3DraftModel(DraftModel):
-    """An Eagle3 draft: γ passes of one layer, each after the token drawn from the last one.
+    """An Eagle3 draft: γ passes of one layer, each after the tokens drawn from the last one.
+
+    Load one with `from_pretrained(name_or_path)`: a folder or a Hub repository that this package, DeepSpec, EAGLE,
+    SpecForge, speculators, Model-Optimizer or AngelSlim wrote.
 
     Train it with soft cross-entropy, as the reference does. There, a slot is masked by the two tokens before its
     label, which leaves out the first two tokens of each supervised stretch and takes in the one after it; here it is
@@ -64,24 +108,50 @@ class Eagle3DraftModel(DraftModel):
     Example:
 
     ```python
-    draft = Eagle3DraftModel(Eagle3Config.from_target(target.config))  # untrained
+    draft = Eagle3DraftModel.from_pretrained("yuhuili/EAGLE3-LLaMA3.1-Instruct-8B")
     output = target.generate(**inputs, assistant_model=draft, max_new_tokens=16)
     ```
     """
 
     config_class = Eagle3Config
     config: Eagle3Config
+    grows_trees = True
     _supports_sdpa = True
     _no_split_modules = ["Eagle3Layer"]
 
     def __init__(self, config: Eagle3Config) -> None:
         super().__init__(config)
-        self.fc = nn.Linear(len(config.target_layer_ids) * config.hidden_size, config.hidden_size, bias=False)
+        size, width, eps = config.hidden_size, config.num_taps * config.feature_size, config.rms_norm_eps
+        self.input_norm = DSparkRMSNorm(width, eps) if config.norm_before_fc else None
+        norms = (DSparkRMSNorm(config.feature_size, eps) for _ in range(config.num_taps * config.fc_norm))
+        self.fc_norm = nn.ModuleList(norms)
+        self.fc = nn.Linear(width, size, bias=False)
         self.layers = nn.ModuleList(Eagle3Layer(config, index) for index in range(config.num_hidden_layers))
-        self.norm = DSparkRMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.norm = DSparkRMSNorm(size, eps)
         self.add_own_weights()
+        if config.draft_vocab_size is not None:
+            # As other projects keep it: draft id i is the target's token i + d2t[i].
+            self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.long))
         self.rotary = DSparkRotaryEmbedding(config)
         self.post_init()
+
+    @classmethod
+    def read_tensors(cls, config: Eagle3Config, checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
+        if config.draft_vocab_size is None and "d2t" in stored_names(
+            checkpoint
+        ):  # some number a whole vocabulary anew
+            config.draft_vocab_size = config.vocab_size
+        return super().read_tensors(config, checkpoint)
+
+    def fuse(self, features: torch.Tensor) -> torch.Tensor:
+        """Turn features `[..., m*d]` of tapped layers into hidden states `[..., d]`."""
+        features = self.as_input(features)
+        if self.input_norm is not None:
+            features = self.input_norm(features)
+        if self.config.fc_norm:
+            parts = zip(self.fc_norm, features.chunk(len(self.fc_norm), dim=-1), strict=True)
+            features = torch.cat([norm(part) for norm, part in parts], dim=-1)
+        return self.fc(features)
 
     def _read(
         self, anchor_ids: torch.Tensor, features: torch.Tensor, cache: SlotCache, counts: Sequence[int], *more: Any
@@ -99,36 +169,57 @@ class Eagle3DraftModel(DraftModel):
             ids = zip(anchor_ids.split(1), committed_ids.split(split), strict=True)
             committed_ids = torch.cat([own if len(own) else anchor for anchor, own in ids])
         layout = SlotLayout(cache.lengths[: len(counts)], tuple(max(1, count) for count in counts))
-        return self._read_slots(self.fc(self.as_input(features))[None], committed_ids, cache, layout)
+        last = to_device([list(accumulate(layout.counts))], self.device) - 1
+        last_slots = tuple(start + count - 1 for start, count in zip(layout.starts, layout.counts, strict=True))
+        whole, ends = (
+            CachedPass(cache, (layout,), queries, is_causal=True)
+            for queries in (layout, SlotLayout(last_slots, (1,) * layout.num_rows))
+        )
+        passes = [(whole, None)] * (len(self.layers) - 1) + [(ends, last)]
+        return self._run(self.fuse(features)[None], committed_ids, layout.position_ids(self.device), passes)
 
     def _draw(
         self, hidden: torch.Tensor, anchor_ids: torch.Tensor, sampler: Sampler, num_tokens: int | None, *more: Any
     ) -> Drafts:
-        tokens, top_k, (cache, counts) = None, self.config.draft_top_k, more
+        top_k, kept_ids, (cache, counts) = self.config.draft_top_k, self.draft_token_ids(), more
         # Where the block begins; a slot that was read without features is not counted.
         starts = [length + (count == 0) for length, count in zip(cache.lengths, counts, strict=False)]
-        for slot in range(num_tokens or self.config.block_size):
-            if slot > 0:
-                layout = SlotLayout(tuple(start + slot - 1 for start in starts), (1,) * len(starts))
-                hidden = self._read_slots(hidden[None], tokens, cache, layout)
-            scores, candidate_ids = self.base_logits(self.norm(hidden)), None
+        nodes = NodeSlots(starts)
+        for depth in range(1, 1 + (num_tokens or self.config.block_size)):
+            normed = self.norm(hidden)
+            hidden = normed if self.config.norm_output else hidden
+            scores, candidate_ids = self.base_logits(normed), None
             if top_k is not None:
                 scores, candidate_ids = largest(scores, top_k)
-            tokens, _ = sampler(scores.float(), candidate_ids, None)
+            if kept_ids is not None:  # the target's tokens
+                candidate_ids = kept_ids.expand(len(scores), -1) if candidate_ids is None else kept_ids[candidate_ids]
+            level = sampler(scores.float(), candidate_ids, None)
+            if level is None or depth == (num_tokens or self.config.block_size):
+                break
+            tokens, parents = level
+            if parents is None:
+                layout, sees = SlotLayout(tuple(start + depth - 1 for start in starts), (1,) * len(starts)), None
+                positions = layout.position_ids(self.device)
+            else:
+                hidden = hidden[to_device(parents, hidden.device)]
+                layout, positions, sees = nodes.below(parents, self.device)
+            drafting = CachedPass(cache, (layout,), layout, is_causal=True, sees=sees)
+            hidden = self._run(hidden[None], tokens, positions, [(drafting, None)] * len(self.layers))
         return sampler.finish()
 
-    def _read_slots(
-        self, hidden: torch.Tensor, token_ids: torch.Tensor, cache: SlotCache, layout: SlotLayout
+    def _run(
+        self,
+        hidden: torch.Tensor,
+        token_ids: torch.Tensor,
+        position_ids: torch.Tensor,
+        passes: Sequence[tuple[CachedPass, torch.Tensor | None]],
     ) -> torch.Tensor:
-        """Run packed slots `[1, T, d]` with their next tokens `[T]`; return each request's last one, `[B, d]`."""
+        """Run packed slots `[1, T, d]` with their next tokens `[T]` through the layers, each with its own pass and the
+        rows that attend in it. Returns the output of those of the last one, `[Q, d]`."""
         embeds = self.embed(token_ids)[None]
-        rotary = self.rotary(layout.position_ids(self.device), embeds.dtype)
-        last = to_device([list(accumulate(layout.counts))], self.device) - 1
-        last_slots = tuple(start + count - 1 for start, count in zip(layout.starts, layout.counts, strict=True))
-        attending = [layout] * (len(self.layers) - 1) + [SlotLayout(last_slots, (1,) * layout.num_rows)]
-        for layer, queries in zip(self.layers, attending, strict=True):
-            drafting = CachedPass(cache, (layout,), queries, is_causal=True)
-            hidden, _, _ = layer(hidden, embeds, rotary, drafting, None if queries is layout else last)
+        rotary = self.rotary(position_ids, embeds.dtype)
+        for layer, (drafting, rows) in zip(self.layers, passes, strict=True):
+            hidden, _, _ = layer(hidden, embeds, rotary, drafting, rows)
         return hidden[0]
 
     def block_hidden(
@@ -148,7 +239,7 @@ class Eagle3DraftModel(DraftModel):
         ranges = KeyRanges(layout.starts * served, ends, length)
         index = torch.arange(length, device=input_ids.device).expand_as(input_ids)
         whole = KeyRanges(index - layout.position_ids, index + 1, length)
-        hidden = self.fc(self.as_input(features))
+        hidden = self.fuse(features)
         embeds = self.embed(torch.cat([input_ids[:, 1:], input_ids[:, -1:]], dim=1))  # the last slot serves no anchor
         rotary = self.rotary(layout.position_ids, embeds.dtype)
         earlier: list[tuple[torch.Tensor, ...]] = []  # keys and values of all steps, by layer
@@ -161,6 +252,7 @@ class Eagle3DraftModel(DraftModel):
         for step in range(1, self.config.block_size):
             embeds = self.embed(labels[:, :, step - 1])
             rotary = self.rotary(positions + step, embeds.dtype)
+            hidden = self.norm(hidden) if self.config.norm_output else hidden
             for index, layer in enumerate(self.layers):
                 hidden, *new = layer(hidden, embeds, rotary, ranges, None, *earlier[index])
                 earlier[index] += tuple(new)
@@ -171,4 +263,6 @@ class Eagle3DraftModel(DraftModel):
         self, input_ids: torch.Tensor, features: torch.Tensor, layout: BlockLayout, labels: torch.Tensor
     ) -> tuple[SlotLogits, None]:
         hidden = self.block_hidden(input_ids, features, layout, labels)
-        return SlotLogits(self.base_logits, (hidden,), self.config.vocab_size), None
+        parameters = () if self.lm_head is None else (self.lm_head.weight,)
+        ids = self.draft_token_ids()
+        return SlotLogits(self.base_logits, (hidden,), self.config.vocab_size, parameters, ids), None

@@ -342,7 +342,7 @@ class TargetSupport:
             _ = self.lm_head
         except ValueError as error:
             found.append(str(error))
-        if reads_embedding and width != self.text.hidden_size:
+        if reads_embedding and not config.own_embedding and width != self.text.hidden_size:
             found.append(
                 f"the embedding of {self.name} has {width} values for a token and its layers {self.text.hidden_size}, "
                 "and a draft borrows embeddings of their size: use PromptLookup(target)"

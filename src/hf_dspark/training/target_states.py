@@ -27,7 +27,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from ..files import differences, naming
 from ..formats.checkpoint import read_json
-from ..models.modeling_draft import DraftModel
+from ..models.modeling_draft import DraftModel, check_fits
 from ..targets.borrowed_weights import BorrowedModules
 from ..targets.feature_capture import FeatureCapture
 from ..targets.fingerprint import fingerprint
@@ -135,7 +135,11 @@ class FeatureCache:
         self, folder: str | Path, draft_config: PreTrainedConfig, target: PreTrainedModel | None = None
     ) -> None:
         self.folder, self._target = Path(folder), target
-        self._vocab_size, self._hidden_size = draft_config.vocab_size, draft_config.hidden_size
+        if target is not None:
+            check_fits(draft_config, target)
+        elif draft_config.target_layer_ids is None:
+            raise ValueError("which layers the draft taps goes by its target's depth: pass target=...")
+        self._vocab_size, self._hidden_size = draft_config.vocab_size, draft_config.feature_size
         self._width = (len(draft_config.target_layer_ids) + 1) * self._hidden_size
         names = ("target_layer_ids", "hidden_size", "vocab_size", "num_target_layers")
         self._facts = {name: getattr(draft_config, name) for name in names}
@@ -384,7 +388,7 @@ class TargetSource:
 
     def states(self, batch: dict[str, torch.Tensor], draft: DraftModel) -> TargetStates:
         """Return the target's states of a batch, on the draft's device, in its dtype."""
-        layer_ids, size = draft.config.target_layer_ids, draft.config.hidden_size
+        layer_ids, size = draft.config.target_layer_ids, draft.config.feature_size
         input_ids, position_ids, attention_mask = (batch[name] for name in ROW_PARTS)
         if self.cache is None:
             positions = position_ids if self._args.packing else None

@@ -1,0 +1,283 @@
+"""EAGLE-3 drafts as EAGLE, SpecForge, SGLang, Model-Optimizer, AngelSlim and Automodel write them, flat, and as
+speculators does.
+
+Flat ones are alike but for names: the first layer is `midlayer` or `layers.0`, and all may stand behind `model.`. None
+says how many tokens to draft, most do not say which layers they tap. Those that do count outputs of layers from 0 on,
+speculators and vLLM from the embedding on.
+"""
+
+from typing import Any
+
+from transformers import PreTrainedConfig
+
+from .fields import (
+    OMIT,
+    ONLY_QWEN3_LAYERS,
+    PROPOSAL_METHOD,
+    QWEN3_BASE,
+    QWEN3_EMBEDDING,
+    ROPE_PLACES,
+    SPECULATORS_LAYERS,
+    WINDOW_PLACES,
+    Field,
+    Format,
+    Source,
+    TargetFacts,
+    architectures,
+    geometry,
+    look_up,
+    old_rope_scaling,
+    proposed_tokens,
+    rope,
+    slides_there,
+    speculators_vocab,
+)
+
+USUAL_STEPS = 7  # of the projects' trainings, and so the number of draft tokens where a checkpoint does not say it
+_ARCHITECTURES = (
+    "LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "LlamaEagle3DraftModel", "Qwen2ForCausalLMEagle3",
+    "Qwen3ForCausalLMEagle3", "Eagle3Qwen2ForCausalLM", "Eagle3Qwen3ForCausalLM",
+)  # fmt: skip
+_PLAIN_ARCHITECTURES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+_FULL_ATTENTION = {"an Eagle3 draft attends to its whole context, here layer_types says otherwise": slides_there}
+_LAYERS = SPECULATORS_LAYERS
+_FIRST_LAYER = (
+    *(f"self_attn.{part}_proj.{kind}" for part in "qkvo" for kind in ("weight", "bias")),
+    *(f"mlp.{part}_proj.{kind}" for part in ("gate", "up", "down") for kind in ("weight", "bias")),
+    *(f"{part}.weight" for part in ("input_layernorm", "hidden_norm", "post_attention_layernorm")),
+)
+
+
+def _is_flat(config: Source) -> bool:
+    names = architectures(config)
+    plain = any(name in _PLAIN_ARCHITECTURES for name in names) and "draft_vocab_size" in config
+    return (plain or any(name in _ARCHITECTURES for name in names)) and "speculators_model_type" not in config
+
+
+def _narrow(prefix: str = "") -> tuple[Field, ...]:
+    """Fields of drafts whose size is not the target's, for which reason they cannot borrow anything."""
+    places = (prefix + "hidden_size", "target_hidden_size")
+
+    def target_size(config: Source) -> Any:
+        own, size = (look_up(config, place) for place in places)
+        return None if size == own else size
+
+    return (
+        Field(
+            "target_hidden_size",
+            read=target_size,
+            reads=places[1:],
+            write=lambda c, facts: OMIT if c.target_hidden_size is None else c.target_hidden_size,
+        ),
+        *(
+            Field(name, read=lambda c: target_size(c) is not None, reads=places[1:], write=OMIT)
+            for name in ("own_embedding", "own_lm_head")
+        ),
+    )
+
+
+def _rope(config: Source, prefix: str = "") -> dict[str, Any]:
+    """Llama's base is 10000 unless a configuration says otherwise."""
+    places = ("rope_theta", "rope_parameters.rope_theta", "rope_scaling.rope_theta")
+    known = [place for place in places if look_up(config, prefix + place) is not None]
+    return rope(config if known or prefix else {**config, "rope_theta": 10000.0}, prefix, "sliding_attention")
+
+
+def _taps(outputs: tuple[str, ...], counted_from_embedding: str, config: Source) -> list[int] | None:
+    """Return which layers' outputs are read, in the order of the layers; `None`: by the depth of the target."""
+    ids, others = look_up(config, *outputs), look_up(config, counted_from_embedding)
+    for taps in (ids, others):
+        if not (taps is None or (isinstance(taps, list) and all(type(tap) is int for tap in taps))):
+            raise ValueError(f"config.json: {counted_from_embedding!r} must be a list of integers, got {taps!r}")
+    others = others and [tap - 1 for tap in others]
+    if ids and others and sorted(ids) != sorted(others):
+        raise ValueError(
+            f"config.json: {counted_from_embedding!r} counts layers from the embedding on and means {sorted(others)}, "
+            f"but {outputs[0]!r} is {ids!r}"
+        )
+    return sorted(ids or others) if ids or others else None
+
+
+def _norms(*names: str) -> tuple[Field, ...]:
+    return tuple(Field(name, default=False) for name in names)
+
+
+# What the layers of all have in common. Drafts of several layers give the embedding to the first one alone.
+_COMMON = {name: value for name, value in QWEN3_EMBEDDING.items() if name != "mlp_bias"}
+_FIRST_ALONE = Field("embedding_in_all_layers", read=lambda c: False, write=OMIT)
+_EMBEDDING_ONCE = {
+    "its first layer alone reads the embedded token, here all of them do": lambda c: (
+        c.embedding_in_all_layers and c.num_hidden_layers > 1
+    )
+}
+_FLAT_TAPS = ("eagle_config.eagle_aux_hidden_state_layer_ids", "aux_hidden_states_layer_ids")
+_VLLM_TAPS = "eagle_aux_hidden_state_layer_ids"
+
+
+def _eagle_config(config: PreTrainedConfig, facts: TargetFacts | None) -> Any:
+    taps = {"eagle_aux_hidden_state_layer_ids": config.target_layer_ids, "use_aux_hidden_state": True}
+    return OMIT if config.target_layer_ids is None else taps
+
+
+FLAT = Format(
+    name="sglang",
+    model_type="dspark_eagle3",
+    recognise=_is_flat,
+    fields=(
+        *geometry(without=("num_key_value_heads",)),
+        Field("num_key_value_heads", read=lambda c: look_up(c, "num_key_value_heads") or c["num_attention_heads"]),
+        Field("mlp_bias", default=False),
+        *_narrow(),
+        Field(
+            "draft_vocab_size",
+            read=lambda c: None if c.get("draft_vocab_size") == c.get("vocab_size") else c.get("draft_vocab_size"),
+            write=lambda c, facts: c.draft_vocab_size or OMIT,
+        ),
+        Field("qk_norm", default=False, write=OMIT),
+        _FIRST_ALONE,
+        *_norms("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output"),
+        Field("block_size", "ttt_length", USUAL_STEPS),
+        Field("rope_parameters", read=_rope, reads=ROPE_PLACES, write=OMIT),
+        Field(
+            "target_layer_ids",
+            read=lambda c: _taps(_FLAT_TAPS, _VLLM_TAPS, c),
+            reads=(*_FLAT_TAPS, _VLLM_TAPS),
+            write=OMIT,
+        ),
+        Field("num_target_layers", read=lambda c: None, write=OMIT),
+        Field("target_model_type", default=None),
+    ),
+    writes={
+        "eagle_config": _eagle_config,
+        "rope_theta": lambda c, facts: c.rope_parameters["rope_theta"],
+        "rope_scaling": old_rope_scaling,
+    },
+    constants=_COMMON,
+    base=lambda facts: {
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "model_type": "llama",
+        "pretraining_tp": 1,
+        "tie_word_embeddings": False,
+        "use_cache": True,
+    },
+    accepts={
+        "eagle_config.use_aux_hidden_state": (None, True),
+        "eagle_config.use_last_layernorm": (None, True),
+        "eagle_config.use_input_layernorm_in_first_layer": (None, True),
+        "eagle_config.use_mtp_layernorm": (None, False),
+        "eagle_config.next_layer_regular": (None, True),
+        "eagle_config.parallel_draft_step": (None, 0, 1),
+        "early_stop_method": (None,),
+        "final_logit_softcapping": (None,),
+        "is_causal": (None, True),
+        "logit_scale": (None, 1.0),
+        "norm_type": (None, "rms"),
+        "num_aux_hidden_states": (None, 3),
+        "parallel_drafting": (None, False),
+        "position_embedding_type": (None, "rope"),
+        "quantization_config": (None,),
+        "use_rotary_pos_emb": (None, True),
+    },
+    unreadable={
+        **_FULL_ATTENTION,
+        "layers of the model_type 'llama4_text' have an MLP of another size, intermediate_size_mlp": lambda c: (
+            c.get("model_type") == "llama4_text"
+        ),
+    },
+    refusals={
+        **ONLY_QWEN3_LAYERS,
+        "it has one layer: use the format 'speculators'": lambda c: c.num_hidden_layers > 1,
+        "its layers are those of Llama, which do not normalise queries and keys: use the format "
+        "'speculators'": lambda c: c.qk_norm,
+        "it taps three layers": lambda c: c.num_taps != 3,
+    },
+    renamed={f"layers.0.{name}": f"midlayer.{name}" for name in _FIRST_LAYER},
+    renames=((r"model\.", ""), (r"midlayer\.", "layers.0.")),
+    evidence={"qk_norm": lambda shapes: "layers.0.self_attn.q_norm.weight" in shapes},
+    holds_own_weights=True,
+    own=("eagle_config",),
+    harmless=(*WINDOW_PLACES, "eagle_config.parallel_draft_heads_num_layers"),
+    limits={
+        "sglang": {
+            "its layers have no norm before the residual": lambda c: c.norm_before_residual,
+            "it has no single norm before fc": lambda c: c.norm_before_fc,
+            "its projections have no biases": lambda c: c.attention_bias,
+        }
+    },
+    engines=("sglang",),
+)
+
+
+# ---- speculators
+
+
+SPECULATORS = Format(
+    name="speculators",
+    model_type="dspark_eagle3",
+    recognise=lambda c: c.get("speculators_model_type") == "eagle3",
+    fields=(
+        *geometry(_LAYERS),
+        Field("mlp_bias", _LAYERS + "mlp_bias", False),
+        *_narrow(_LAYERS),
+        Field("draft_vocab_size", read=speculators_vocab, write=lambda c, facts: c.num_draft_tokens),
+        Field(
+            "qk_norm",
+            _LAYERS + "model_type",
+            read=lambda c: look_up(c, _LAYERS + "model_type", default="qwen3") == "qwen3",
+            write=lambda c, facts: "qwen3" if c.qk_norm else "llama",
+        ),
+        _FIRST_ALONE,
+        *_norms("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output"),
+        Field(
+            "block_size",
+            read=lambda c: USUAL_STEPS if proposed_tokens(c) is None else proposed_tokens(c),
+            reads=("speculators_config",),
+            write=OMIT,
+        ),
+        Field(
+            "rope_parameters",
+            _LAYERS + "rope_parameters",
+            read=lambda c: _rope(c, _LAYERS),
+            reads=tuple(_LAYERS + place for place in ROPE_PLACES),
+        ),
+        Field(
+            "target_layer_ids",
+            _VLLM_TAPS,
+            read=lambda c: _taps((), _VLLM_TAPS, c),
+            write=lambda c, facts: c.target_layer_ids and [tap + 1 for tap in c.target_layer_ids],
+        ),
+        Field("num_target_layers", read=lambda c: None, write=OMIT),
+        Field("target_model_type", read=lambda c: None, write=OMIT),
+    ),
+    writes={
+        "speculators_config.verifier.architectures": lambda c, facts: facts.config.architectures,
+        "speculators_config.verifier.name_or_path": lambda c, facts: facts.name_or_path,
+        "speculators_config.proposal_methods": lambda c, facts: [
+            PROPOSAL_METHOD | {"speculative_tokens": c.block_size}
+        ],
+        _LAYERS + "layer_types": lambda c, facts: ["full_attention"] * c.num_hidden_layers if c.qk_norm else OMIT,
+    },
+    constants=_COMMON,
+    base=lambda facts: {
+        "architectures": ["Eagle3Speculator"],
+        "speculators_model_type": "eagle3",
+        "speculators_version": "0.9.0",
+        "tie_word_embeddings": False,
+        "embed_requires_grad": False,
+        "speculators_config": {"algorithm": "eagle3", "default_proposal_method": "greedy"},
+        "transformer_layer_config": QWEN3_BASE | {"use_sliding_window": False, "sliding_window": None},
+    },
+    accepts={"speculators_model_type": ("eagle3",), _LAYERS + "model_type": (None, "qwen3", "llama")},
+    unreadable={reason: lambda c: slides_there(c, _LAYERS) for reason in _FULL_ATTENTION},
+    refusals={**ONLY_QWEN3_LAYERS, **_EMBEDDING_ONCE},
+    copies=("lm_head.weight",),
+    holds_own_weights=True,
+    names_target=True,
+    own=("",),
+    layers=("transformer_layer_config",),
+    harmless=(
+        "speculators_version", "has_no_defaults_at_init", "embed_requires_grad", *(_LAYERS + p for p in WINDOW_PLACES),
+    ),
+    limits={},
+    engines=("speculators", "vllm"),
+)  # fmt: skip
