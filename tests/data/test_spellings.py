@@ -301,7 +301,7 @@ JOINED = (
 )
 JOINING = CHATML.replace("{{ m.content }}", JOINED)
 ADDED = "{{ m.content + '<call>' + (m.tool_calls[0].function.arguments | tojson) if m.tool_calls }}" + (
-    "{{ m.tool_calls[0].function.name }}"
+    "{{ m.tool_calls[0].function.name if m.tool_calls }}"
 )
 ADDING = CHATML.replace("{{ m.content }}", "{{ m.content }}" + ADDED)
 
