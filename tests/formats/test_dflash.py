@@ -1,12 +1,13 @@
 """Drafts of the DFlash family as their own projects wrote them: what those computed, and what our loop makes of it."""
 
 import json
+import re
 import shutil
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from hf_dspark import DecodingOptions, DSparkDraftModel, FullBlock
@@ -174,3 +175,21 @@ def test_what_is_missing_or_not_known_is_refused_by_name(folder, changes, messag
     edit(tmp_path / "there", **{"dflash_config": section | nested} | others)
     with pytest.raises(ValueError, match=message):
         DSparkDraftModel.from_pretrained(tmp_path / "there")
+
+
+@pytest.mark.parametrize(
+    ("folder", "pattern", "replacement"),
+    [
+        ("dflash2", r"(_codebook)$", r"\1.weight"),  # as z-lab's code saves them
+        ("domino_fill_in", r"^(prefix_gru|embed_proj)", r"logit_head.\1"),  # SpecForge's first drafts
+    ],
+    indirect=["folder"],
+)
+def test_other_names_of_tensors_are_known(folder, pattern, replacement, tmp_path):
+    shutil.copytree(folder, tmp_path / "there")
+    stored = load_file(folder / "model.safetensors")
+    renamed = {re.sub(pattern, replacement, name): tensor for name, tensor in stored.items()}
+    assert renamed.keys() != stored.keys()
+    save_file(renamed, tmp_path / "there" / "model.safetensors")
+    first, again = (DSparkDraftModel.from_pretrained(place).state_dict() for place in (folder, tmp_path / "there"))
+    assert all(torch.equal(first[name], again[name]) for name in first)

@@ -296,6 +296,8 @@ def test_config_that_points_to_other_files_is_refused(folder, key, value):
         ("rope_parameters", {"rope_type": ["default"], "rope_theta": 1e6}),
         ("rope_parameters", {"rope_type": "default", "rope_theta": 1e6, "partial_rotary_factor": 0.01}),
         ("sts_temperatures", []), ("sts_temperatures", {"default": [1.0, -1.0, 1.0, 1.0]}),
+        *((field, number) for field in ("conv_kernel_size", "markov_start") for number in (10**9, -1, "2", 1.5)),
+        ("conv_kernel_size", 2), ("markov_state_size", 0), ("markov_state_size", 10**9),
         ("confidence_fits", {"default": [[1.0, 0.0]] * 5000}), ("confidence_fits", {"default": [[1.0, None]] * 4}),
     ],
     ids=lambda value: str(value)[:40],

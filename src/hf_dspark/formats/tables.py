@@ -414,7 +414,6 @@ TRANSFORMERS = Format(
     engines=("transformers",),
 )
 
-# Of several entries of one name, the last one says why none can hold a draft.
 FORMATS = (
     DEEPSPEC_GEMMA4,
     DEEPSPEC_QWEN3,

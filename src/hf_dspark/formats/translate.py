@@ -10,7 +10,7 @@ from .checkpoint import Checkpoint
 from .dflash import STRANGERS
 from .fields import ASKED, OMIT, REASONS, Format, Rules, Source, TargetFacts, has_embedding_norm, look_up
 from .keys import read_from, unfolded, unknown_keys
-from .tables import DEEPSPEC_GEMMA4, ENGINE_REFUSALS, FORMAT_NAMES, FORMATS
+from .tables import ENGINE_REFUSALS, FORMAT_NAMES, FORMATS
 
 _CLASS_NAMES = {"dspark": "DSparkDraftModel", "dspark_eagle3": "Eagle3DraftModel"}
 
@@ -41,8 +41,7 @@ def find_format(name: str, config: PreTrainedConfig) -> Format:
         raise ValueError(f"the format {name!r} has no place for drafts of the kind {config.model_type!r}")
     if able := [entry for entry in entries if not _not_held(config, entry)]:
         return able[0]
-    gemma = str(config.target_model_type).startswith("gemma4") and getattr(config, "sandwich_norms", False)
-    return DEEPSPEC_GEMMA4 if gemma and DEEPSPEC_GEMMA4 in entries else entries[-1]
+    return min(reversed(entries), key=lambda entry: len(_not_held(config, entry)))  # whose reasons say most
 
 
 def read_draft_config(
