@@ -248,6 +248,7 @@ def test_layers_of_other_architectures_are_refused_by_name(architecture):
         ({"use_confidence_head": False, "enable_confidence_head": None}, {"enable_confidence_head": False}),
         ({"confidence_head_alpha": 0.5, "enable_confidence_head": None}, {"enable_confidence_head": True}),
         ({"target_layer_ids": None, "num_target_layers": 12}, {"target_layer_ids": [1, 9]}),
+        ({"markov_rank": 0, "projector_type": None}, {"sample_from_anchor": True, "block_size": 5}),
     ],
 )
 def test_flat_keys_are_read_at_the_top_and_in_sections(key, expected):

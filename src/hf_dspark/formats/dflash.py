@@ -8,7 +8,7 @@ from typing import Any
 
 from .fields import NO_FILL_IN, NO_SUCCESSORS, OMIT, Field, Format, Rules, Source, architectures, is_anchored, look_up
 from .fields import num_draft_tokens as num_tokens
-from .flat import LAYER_RULES, LAYOUT_RULES, SGLANG
+from .flat import LAYER_RULES, SGLANG, layout_rules
 
 _HEADS = ("markov_rank", "markov_head_type", "enable_confidence_head", "confidence_head_with_markov")
 _PLAIN = {"enable_confidence_head": False, "confidence_head_with_markov": False}
@@ -79,6 +79,7 @@ def _flat(
         Field("embedding_norm", read=lambda c: False, write=OMIT),
         Field("logit_scale", "output_multiplier", 1.0, write=OMIT),
         Field("final_logit_softcapping", read=lambda c: c.get("final_logit_softcapping") or None, write=OMIT),
+        Field("sample_from_anchor", read=lambda c: is_anchored(c, False), reads=("sample_from_anchor", "shift_label")),
         Field("block_size", read=lambda c: num_tokens(c, is_anchored(c, False)), write=lambda c, facts: c.num_slots),
     )
     common = tuple(each for each in common if each.name not in {own.name for own in fields})
@@ -95,7 +96,7 @@ def _flat(
         "base": lambda facts: SGLANG.base(facts) | {"architectures": [names[0]]},
         "writes": SGLANG.writes | {"dflash_config": section},
         "accepts": SGLANG.accepts | {"architectures": tuple([name] for name in names), "projector_type": (None, kind)},
-        "unreadable": LAYER_RULES | LAYOUT_RULES,
+        "unreadable": LAYER_RULES | layout_rules(anchored=False),
         "harmless": (*SGLANG.harmless, *_HEADS, "use_confidence_head", "confidence_head_alpha"),
         "evidence": {},
         "engines": ("sglang", "vllm"),

@@ -1,5 +1,5 @@
 """Flat checkpoints: those of SpecForge and SGLang, and of who writes as they do (Model-Optimizer, Liquid AI, NVIDIA's
-drafts of Nemotron). DFlash is the case without a Markov head. See `tables.py`.
+drafts of Nemotron). See `tables.py`.
 """
 
 from typing import Any
@@ -37,15 +37,6 @@ from .fields import (
 )
 
 _ARCHITECTURES = ("DSparkDraftModel", "Qwen3DSparkModel", "Lfm2DSparkDraftModel", "DFlashDraftModel")
-
-
-def _is_dflash(config: Source) -> bool:
-    """Whether a flat checkpoint is the original DFlash: no Markov head, and an anchor that predicts nothing."""
-    return not config.get("markov_rank") and config.get("projector_type") in (None, "dflash")
-
-
-def _is_flat_anchored(config: Source) -> bool:
-    return is_anchored(config, otherwise=not _is_dflash(config))
 
 
 def _has_confidence(config: Source) -> bool:
@@ -109,17 +100,17 @@ LAYER_RULES: Rules = {
         c.get("target_hidden_size") not in (None, c.get("hidden_size"))
     ),
 }
-LAYOUT_RULES: Rules = {
-    "shift_label or dspark_bonus_anchor contradicts the layout, in which the anchor's slot predicts a token with "
-    "DSpark, and none with DFlash, unless sample_from_anchor says otherwise": lambda c: (
-        c.get("shift_label") not in (None, _is_flat_anchored(c))
-        or c.get("dspark_bonus_anchor") is _is_flat_anchored(c)
-    ),
-}
 
 
-def _head_field(name: str, *reads: str, read: Any, without: Any) -> Field:
-    return Field(name, read=lambda c: without if _is_dflash(c) else read(c), reads=reads or (name,))
+def layout_rules(anchored: bool) -> Rules:
+    """Return when a configuration contradicts the layout of its kind's blocks, or the one that it names."""
+    return {
+        "shift_label or dspark_bonus_anchor contradicts the layout, in which the anchor's slot predicts "
+        f"{'a token' if anchored else 'nothing'} unless sample_from_anchor says otherwise": lambda c: (
+            c.get("shift_label") not in (None, is_anchored(c, anchored))
+            or c.get("dspark_bonus_anchor") is is_anchored(c, anchored)
+        )
+    }
 
 
 SGLANG = Format(
@@ -134,20 +125,13 @@ SGLANG = Format(
         *geometry(),
         TARGET_DEPTH,
         Field("markov_rank", default=0),
-        _head_field("markov_head_type", read=lambda c: c.get("markov_head_type") or "vanilla", without="vanilla"),
-        _head_field(
+        Field("markov_head_type", default="vanilla"),
+        Field(
             "enable_confidence_head",
-            "enable_confidence_head",
-            "use_confidence_head",
-            "confidence_head_alpha",
             read=_has_confidence,
-            without=False,
+            reads=("enable_confidence_head", "use_confidence_head", "confidence_head_alpha"),
         ),
-        _head_field(
-            "confidence_head_with_markov",
-            read=lambda c: look_up(c, "confidence_head_with_markov", default=True),
-            without=False,
-        ),
+        Field("confidence_head_with_markov", default=True),
         Field("target_layer_ids", read=_flat_taps),
         Field("mask_token_id"),
         Field("layer_types", read=_flat_layer_types, reads=(*WINDOW_PLACES, "use_swa")),
@@ -179,8 +163,12 @@ SGLANG = Format(
             write=lambda c, facts: False if c.rope_interleaved else OMIT,
         ),
         Field("rope_parameters", read=rope, reads=ROPE_PLACES),
-        Field("sample_from_anchor", read=_is_flat_anchored, reads=("sample_from_anchor", "shift_label")),
-        Field("block_size", read=lambda c: num_draft_tokens(c, _is_flat_anchored(c))),
+        Field(
+            "sample_from_anchor",
+            read=lambda c: is_anchored(c, otherwise=True),
+            reads=("sample_from_anchor", "shift_label"),
+        ),
+        Field("block_size", read=lambda c: num_draft_tokens(c, is_anchored(c, otherwise=True))),
         TARGET_TYPE,
     ),
     writes={
@@ -203,7 +191,7 @@ SGLANG = Format(
     },
     unreadable={
         **LAYER_RULES,
-        **LAYOUT_RULES,
+        **layout_rules(anchored=True),
         "dspark_markov_rank differs from markov_rank": lambda c: (
             c.get("dspark_markov_rank") not in (None, c.get("markov_rank"))
         ),
