@@ -111,28 +111,21 @@ def cutoff_of(target: PreTrainedModel, arguments: dict[str, Any], config: Genera
                 value = None
         found[name] = value
     if left_out:
-        warnings.warn(
-            f"{' and '.join(left_out)} of the target's generation_config, which its generation_config.json may hold: "
-            "such defaults are for other assistants, and left out. Pass them to generate() to mean this draft",
-            stacklevel=2,
-        )
+        said = f"{' and '.join(left_out)} of the target's generation_config, which its generation_config.json may hold"
+        cure = "such defaults are for other assistants, and left out. Pass them to generate() to mean this draft"
+        warnings.warn(f"{said}: {cure}", stacklevel=2)
     return found
 
 
 def drop_cache_of_files(target: PreTrainedModel, config: GenerationConfig) -> None:
     """Let a prepared configuration have a dynamic cache where another kind that gives the same tokens is asked for by
     the target's own configuration alone."""
-    kind = config.cache_implementation
-    if kind in (None, "quantized", *DYNAMIC_CACHES) or kind != getattr(
-        target.generation_config, "cache_implementation", None
-    ):
-        return
-    warnings.warn(
-        f"cache_implementation={kind!r} of the target's generation_config, which its generation_config.json may hold, "
-        "is left out: with a draft the cache is a dynamic one",
-        stacklevel=2,
-    )
-    config.cache_implementation = None
+    kind, own = config.cache_implementation, getattr(target.generation_config, "cache_implementation", None)
+    if kind == own and kind not in (None, "quantized", *DYNAMIC_CACHES):
+        config.cache_implementation = None
+        where = "of the target's generation_config, which its generation_config.json may hold,"
+        said = f"cache_implementation={kind!r} {where} is left out: with a draft the cache is a dynamic one"
+        warnings.warn(said, stacklevel=2)
 
 
 def call_obstacles(call: Call, draft: DraftModel, obstacle: str | None) -> list[str]:

@@ -100,13 +100,9 @@ class DSparkTrainer(Trainer):
         args = args or DSparkTrainingArguments()
         if not isinstance(args, DSparkTrainingArguments):
             raise TypeError(f"args must be DSparkTrainingArguments, got {type(args).__name__}")
-        given = kwargs | {
-            name: getattr(args, name, None) for name in ("label_smoothing_factor", "neftune_noise_alpha")
-        }
-        for name in (name for name in REFUSED if given.get(name)):
-            raise ValueError(
-                f"DSparkTrainer cannot use {name}={shortened(given[name])}. Leave it out: {REFUSED[name]}"
-            )
+        for name, reason in REFUSED.items():
+            if given := kwargs.get(name) or getattr(args, name, None):
+                raise ValueError(f"DSparkTrainer cannot use {name}={shortened(given)}. Leave it out: {reason}")
         if args.n_gpu > 1:  # DataParallel cannot split blocks, nor place a borrowed head
             warnings.warn("training on one GPU of several: start it with `accelerate launch` to use all", stacklevel=2)
             args._n_gpu = 1
