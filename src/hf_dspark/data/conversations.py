@@ -51,8 +51,7 @@ class Chat:
 
     @property
     def template(self) -> str | None:
-        choose = getattr(self.tokenizer, "get_chat_template", None)  # a processor has one template
-        return choose(tools=self._tools) if choose and self.tokenizer.chat_template else self.tokenizer.chat_template
+        return self.tokenizer.chat_template and self.tokenizer.get_chat_template(tools=self._tools)
 
     def render(self, messages: Sequence[Mapping[str, Any]], **kwargs: Any) -> str:
         """Call the chat template; with a conversation respelt if it refuses the usual spelling, or drops a part."""

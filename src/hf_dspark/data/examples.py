@@ -88,7 +88,7 @@ def _answers(token_ids: list[int], given: Mapping[str, Any], chat: Chat) -> list
     if answers is not None or "messages" not in given or not getattr(chat.tokenizer, "chat_template", None):
         return answers
     try:
-        said = sum(message["role"] == "assistant" for message in conversation(given, "messages")[1:])
+        said = [message["role"] for message in conversation(given, "messages")[1:]].count("assistant")
         ids, mask = _messages(given, chat)
     except ValueError:  # of a template that cannot tell
         return None
@@ -120,12 +120,12 @@ def _refuse_packed(given: Mapping[str, Any], kept: list[int]) -> None:
 
 
 def _prompt_and_ids(given: Mapping[str, Any], chat: Chat) -> Tokens:
-    prompt_ids, completion_ids = given.get("prompt_ids"), integers("completion_ids", given["completion_ids"])
-    if prompt_ids is None:
-        prompt_ids = chat.prompt_ids(
-            given["prompt"] if isinstance(given["prompt"], str) else conversation(given, "prompt")
-        )
-    prompt_ids, mask = integers("prompt_ids", prompt_ids), [1] * len(completion_ids)
+    prompt, completion_ids = given.get("prompt"), integers("completion_ids", given["completion_ids"])
+    if "prompt_ids" in given:
+        prompt_ids = integers("prompt_ids", given["prompt_ids"])
+    else:
+        prompt_ids = chat.prompt_ids(prompt if isinstance(prompt, str) else conversation(given, "prompt"))
+    mask = [1] * len(completion_ids)
     for name in {*MASKS} & given.keys():  # what tools wrote in the completion
         own = integers(name, given[name])
         if len(own) not in (len(mask), len(prompt_ids) + len(mask)) or not {*own} <= {0, 1}:
