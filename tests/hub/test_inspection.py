@@ -1,6 +1,7 @@
 """`inspect_draft`: what is said of a checkpoint is what loading makes of it, and nothing but headers is read."""
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ FORMATS = {
     "fill-in": ("hf_dspark", "speculators"),
     "pruned": ("hf_dspark", "speculators"),
     "dflash": ("hf_dspark", "deepspec", "speculators"),
-    "eagle3": ("hf_dspark", "deepspec"),
+    "eagle3": ("hf_dspark", "deepspec", "speculators"),
 }
 
 
@@ -44,7 +45,10 @@ def test_what_is_said_is_what_loading_makes_of_it(written, monkeypatch, kind, fo
     found, config = report.found, load_draft(folder).config
     assert found["format"].startswith(f"{form} (")
     assert f"{type(draft).__name__}.from_pretrained({str(folder)!r})" in found["load with"]
-    assert f"blocks of {config.block_size}" in found["kind"] and f"{config.num_hidden_layers} of " in found["layers"]
+    assert (
+        f"blocks of {config.block_size}" in found["kind"]
+        and f"{config.num_hidden_layers}, each of " in found["layers"]
+    )
     assert "reads layers 0, 2 of" in found["target"] and found["fits"] == "someone/target"
     converted = {each.split(" (")[0] for each in found["converts to"]}
     assert converted == set(FORMATS[kind]) - {"hf_dspark"}
@@ -94,8 +98,22 @@ def test_an_embedding_of_its_own_is_named(written):
     assert inspect_draft(folder).found["brings"] == told
     pruned = tiny_pair("pruned")[1]
     pruned.save_pretrained(folder.parent / "pruned")
-    assert inspect_draft(folder.parent / "pruned").found["brings"] == [told[1], "d2t"]
+    assert inspect_draft(folder.parent / "pruned").found["brings"] == ["lm_head.weight", "d2t"]
     assert torch.equal(load_draft(folder.parent / "pruned").d2t, pruned.d2t)
+
+
+FIXTURES = Path(__file__).parents[1] / "fixtures"
+OF_DRAFTS = [path.parent for path in sorted(FIXTURES.rglob("config.json"))
+             if path.with_name("model.safetensors").exists() and path.parent.name not in ("target", "verifier")
+             and not path.parent.name.startswith("target")]  # fmt: skip
+
+
+@pytest.mark.parametrize("folder", OF_DRAFTS, ids=lambda folder: str(folder.relative_to(FIXTURES)))
+def test_what_other_projects_have_written_is_described(folder):
+    report = inspect_draft(folder)
+    assert report.refusal is None and report.found["runs in"][0] == "hf_dspark"
+    loader = report.found["load with"].split(".")[1]
+    assert type(load_draft(folder)).__name__ == loader
 
 
 def test_what_is_no_checkpoint_at_all_is_an_error(tmp_path):

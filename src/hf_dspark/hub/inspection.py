@@ -20,8 +20,7 @@ from .card import draft_kind
 from .convert import Target, read_with_copies, target_facts
 
 INTEGERS = ("I64", "I32", "BOOL")
-# What a draft need not borrow, and what becomes of it.
-BROUGHT = dict.fromkeys(("embed_tokens.weight", "lm_head.weight"), " (used unless it is the target's)") | {"d2t": ""}
+BROUGHT = ("embed_tokens.weight", "lm_head.weight", "d2t")  # what a draft need not borrow
 
 
 @dataclass(frozen=True)
@@ -99,21 +98,19 @@ def _described(config: DraftConfig, checkpoint: Checkpoint) -> dict[str, Any]:
     kind = {draft_kind(config): True, f"blocks of {config.block_size}": True, layout: layout, head: config.markov_rank}
     kind |= {"confidence head": config.enable_confidence_head, "calibrated": config.sts_temperatures}
     rope, slides = config.rope_parameters, (config.layer_types or []).count("sliding_attention")
-    layers = (
-        f"{config.num_hidden_layers} of {config.num_attention_heads} heads ({config.num_key_value_heads} for keys)"
-    )
-    width = f"{layers} of {config.head_dim}, hidden size {config.hidden_size}, MLP {config.intermediate_size}"
+    layers = f"{config.num_hidden_layers}, each of {config.num_attention_heads} heads"
+    width = f"{layers} ({config.num_key_value_heads} for keys) of {config.head_dim}, hidden size {config.hidden_size}, MLP {config.intermediate_size}"
     windows = f", {slides} with a window of {getattr(config, 'sliding_window', None)}" if slides else ""
     taps = f"reads layers {', '.join(map(str, config.target_layer_ids or ()))} of {config.num_target_layers or 'some'}"
     if config.target_layer_ids is None:
         taps = f"reads {config.num_taps} layers, by its target's depth"
-    stored = stored_names(checkpoint)
+    stored, unless = stored_names(checkpoint), " (used unless it is the target's)"
     runs = () if entry is None else exports_of(config).get(entry.name, ((), ""))[0]
     return {
         "kind": [what for what, is_there in kind.items() if is_there],
         "layers": f"{width}{windows}, rope {rope.get('rope_type', 'default')} with theta {rope['rope_theta']:g}",
         "target": f"{config.target_model_type or 'a type that is not said'}, {config.vocab_size:,} tokens; {taps}",
-        "brings": [f"{name}{what}" for name, what in BROUGHT.items() if name in stored],
+        "brings": [f"{name}{unless * (name in config.shareable)}" for name in BROUGHT if name in stored],
         "load with": f"hf_dspark.{DRAFTS[config.model_type].__name__}.from_pretrained({checkpoint.name!r})",
         "read": [f"{ours} from {place}" for ours, place in places.items()],
         "ignored": [f"{place}: no layer reads it" for place in ignored],
