@@ -99,7 +99,8 @@ def _described(config: DraftConfig, checkpoint: Checkpoint) -> dict[str, Any]:
     kind |= {"confidence head": config.enable_confidence_head, "calibrated": config.sts_temperatures}
     rope, slides = config.rope_parameters, (config.layer_types or []).count("sliding_attention")
     layers = f"{config.num_hidden_layers}, each of {config.num_attention_heads} heads"
-    width = f"{layers} ({config.num_key_value_heads} for keys) of {config.head_dim}, hidden size {config.hidden_size}, MLP {config.intermediate_size}"
+    heads = f"{config.num_key_value_heads} for keys) of {config.head_dim}"
+    width = f"{layers} ({heads}, hidden size {config.hidden_size}, MLP {config.intermediate_size}"
     windows = f", {slides} with a window of {getattr(config, 'sliding_window', None)}" if slides else ""
     taps = f"reads layers {', '.join(map(str, config.target_layer_ids or ()))} of {config.num_target_layers or 'some'}"
     if config.target_layer_ids is None:
