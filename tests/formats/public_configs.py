@@ -6,6 +6,8 @@ Each row has the facts of one file: the keys in which it differs from the plain 
 
 from typing import Any, NamedTuple
 
+from tests.formats.public_eagle3 import EAGLE3_ROWS
+
 
 class PublicConfig(NamedTuple):
     """One published configuration."""
@@ -589,4 +591,5 @@ DFLASH = (
 
 PUBLIC_CONFIGS: tuple[PublicConfig, ...] = (
     *DEEPSPEC, *AUTOMODEL, *SPECULATORS, *SPECFORGE, *ENGINES, *MODEL_OPTIMIZER, *DFLASH,
+    *(PublicConfig(*row) for row in EAGLE3_ROWS),
 )  # fmt: skip
