@@ -16,8 +16,8 @@ from transformers.cache_utils import Cache
 HAVE_PROTOCOL = hasattr(Cache, "get_conv_state")
 # Sizes that configurations share; a configuration takes those that it knows.
 SMALL = {
-    "vocab_size": 96, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "tie_word_embeddings": False,
-    "max_position_embeddings": 512,
+    "vocab_size": 96, "unpadded_vocab_size": 96, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4,
+    "tie_word_embeddings": False, "max_position_embeddings": 512,
     "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "pad_token_id": 0, "bos_token_id": 1,
     "eos_token_id": 2, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "n_routed_experts": 4,
     "num_local_experts": 4, "shared_expert_intermediate_size": 32, "moe_shared_expert_intermediate_size": 32,
