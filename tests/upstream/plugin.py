@@ -28,6 +28,7 @@ from transformers.generation.streamers import BaseStreamer
 import hf_dspark
 from hf_dspark.decoding.drafter import Drafter, Proposal
 from hf_dspark.models.slot_cache import SlotCache
+from hf_dspark.targets.support import TargetSupport
 
 try:
     from .comparison import Expected, cache_of, differences, sequences_of
@@ -276,30 +277,40 @@ def _continued(
         "max_new_tokens": 3, "do_sample": False, "eos_token_id": -1, "pad_token_id": 0,
         "return_dict_in_generate": True, "output_scores": True, "attention_mask": mask,
     }  # fmt: skip
+    name = TargetSupport.of(model).cache_argument
     padded = [length < max(expected.lengths) for length in expected.lengths]
     if any(padded):
         return
     try:
-        result = original(model, sequences, past_key_values=copy.deepcopy(theirs), **_copied(options))
+        known = {} if _is_read_over(theirs) else {name: copy.deepcopy(theirs)}
+        result = original(model, sequences, **known, **_copied(options))
     except Exception:
         return  # plain cannot go on, either
     before = sequences.shape[1]
     after = Expected(result, result.scores, before, [result.sequences.shape[1] - before] * len(sequences), False,
                      expected.dtype)  # fmt: skip
-    for name, assistant in (("plain", {}), ("draft", {"assistant_model": draft})):
+    for who, assistant in (("plain", {}), ("draft", {"assistant_model": draft})):
         cache = copy.deepcopy(ours) if not isinstance(ours, SlotCache) else ours
         if isinstance(ours, SlotCache) and not assistant:
             if any(ours.row_states):
                 continue  # refused by name: the states are not those of a DynamicCache
             cache = ours.to_dynamic_cache()
         try:
-            again = original(model, sequences, past_key_values=cache, **assistant, **_copied(options))
+            again = original(model, sequences, **{name: cache}, **assistant, **_copied(options))
         except REFUSALS as error:
             if _is_ours(error):
                 continue
             raise
         for wrong in differences(after, again)[0]:
-            yield f"{name} goes on from the returned {type(ours).__name__}: {wrong}"
+            yield f"{who} goes on from the returned {type(ours).__name__}: {wrong}"
+
+
+def _is_read_over(cache: Any) -> bool:
+    """Tell whether plain decoding reads the whole text again over the states that a cache holds: it counts nothing."""
+    try:
+        return cache.get_seq_length() == 0
+    except ValueError:  # of recurrent layers alone
+        return True
 
 
 def _mask_of_all(model: PreTrainedModel, given: tuple, expected: Expected) -> torch.Tensor | None:

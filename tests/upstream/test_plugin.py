@@ -6,6 +6,7 @@ from transformers import DynamicCache
 from transformers.generation import GenerationMixin
 
 from hf_dspark.decoding import wraps
+from tests.hybrids import HAVE_PROTOCOL, build
 
 from .fetch import main
 from .plugin import Repeater
@@ -44,6 +45,13 @@ def test_plugin_leaves_the_cache_of_a_test_as_plain_decoding_does(repeater, targ
     target.generate(PROMPTS, past_key_values=cache, **OPTIONS)
     assert cache.get_seq_length() == PROMPTS.shape[1] + OPTIONS["max_new_tokens"] - 1
     assert kinds(repeater) == ["identical", "identical"]
+
+
+@pytest.mark.skipif(not HAVE_PROTOCOL, reason="needs a later transformers")
+def test_plugin_compares_a_next_turn_with_a_single_reading_of_the_text(repeater):
+    """Plain decoding reads the text of a recurrent target a second time, over the states that its cache holds."""
+    build("mamba2").generate(PROMPTS[:1], **OPTIONS, **RECORDED)
+    assert kinds(repeater) == ["identical", "refused"], list(repeater.table())
 
 
 def test_plugin_reports_other_tokens_as_a_difference(repeater, target, monkeypatch):
