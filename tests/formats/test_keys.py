@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from transformers import PreTrainedConfig, Qwen3Config
 
-from hf_dspark import DSparkConfig
+from hf_dspark import DSparkConfig, Eagle3Config
 from hf_dspark.formats.fields import HARMLESS, Format, TargetFacts, look_up
 from hf_dspark.formats.keys import _COMPUTING
 from hf_dspark.formats.tables import FORMATS
@@ -354,3 +354,24 @@ def test_one_set_of_rotary_parameters_is_read_for_all_layers(kinds):
         config["rope_parameters"]["full_attention"] = sliding
     expected = full if kinds[0] == "full_attention" else sliding
     assert read(config)["rope_parameters"] == expected
+
+
+@pytest.mark.parametrize("format", ["deepspec", "speculators", "sglang"])
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("rope_interleaved", True), ("qk_norm", False), ("attention_bias", True), ("hidden_act", "gelu"),
+        ("rms_norm_eps", 1e-4), ("embedding_scale", 2.0), ("logit_scale", 0.5), ("final_logit_softcapping", 5.0),
+        ("mlp_bias", True), ("norm_before_residual", True), ("norm_output", True), ("fc_norm", True),
+        ("block_size", 3), ("rope_parameters", {"rope_type": "linear", "rope_theta": 7000.0, "factor": 2.0}),
+    ],
+)  # fmt: skip
+def test_no_fact_of_an_eagle3_draft_is_lost_either(format, name, value):
+    facts = {key: each for key, each in HELD.items() if not key.startswith(("markov", "mask"))}
+    config = Eagle3Config(**facts | {name: value})
+    try:
+        written = config_to_format(config, find_format(format, config), FACTS)
+    except ValueError:
+        return  # such a draft is refused
+    entry = recognise(json.loads(json.dumps(written)))
+    assert getattr(Eagle3Config.from_dict(config_from_format(written, entry, FACTS)), name) == value

@@ -305,10 +305,10 @@ def window_if_sliding(config: PreTrainedConfig, facts: TargetFacts | None) -> in
 
 # What every format but ours takes for granted, and what most do: Qwen3's layers.
 COMMON = {"logit_scale": 1.0, "mlp_bias": False, "draft_top_k": None}
-QWEN3_EMBEDDING = COMMON | {"embedding_scale": 1.0, "final_logit_softcapping": None}
+QWEN3_EMBEDDING = COMMON | {"embedding_scale": 1.0, "final_logit_softcapping": None, "rope_interleaved": False}
 _GEMMA_FEATURES = ("value_norm", "attention_k_eq_v", "sandwich_norms", "layer_scalar")
 QWEN3_LAYERS = QWEN3_EMBEDDING | dict.fromkeys(_GEMMA_FEATURES, False)
-QWEN3_LAYERS |= {"qk_norm": True, "attention_sinks": False, "rope_interleaved": False}
+QWEN3_LAYERS |= {"qk_norm": True, "attention_sinks": False}
 # Why a draft cannot be held whose field has another value than the constant of a format.
 REASONS = {(name, False): "its layers are those of Qwen3, not of Gemma" for name in _GEMMA_FEATURES} | {
     ("qk_norm", True): "its layers normalise queries and keys, the draft's do not",

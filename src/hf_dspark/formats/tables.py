@@ -234,7 +234,7 @@ DEEPSPEC_EAGLE3 = Format(
     | {"qk_norm": True, "embedding_in_all_layers": True, "draft_vocab_size": None, "target_hidden_size": None},
     # DeepSpec's loader asks for step_loss_decay, which weights its training loss; 0.8 is its default.
     base=lambda facts: _DEEPSPEC_BASE | {"architectures": ["Qwen3Eagle3Model"], "step_loss_decay": 0.8},
-    accepts={"model_type": ("qwen3",)},
+    accepts={"model_type": ("qwen3",)} | dict.fromkeys(("rope_is_neox_style", "is_neox_style"), (None, True)),
     unreadable={"an Eagle3 draft attends to its whole context, here layer_types says otherwise": slides_there},
     refusals=ONLY_QWEN3_LAYERS,
     copies=_DEEPSPEC_COPIES,
