@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
 from hf_dspark import DecodingOptions, DSparkConfig, DSparkDraftModel, Eagle3Config, Eagle3DraftModel, FullBlock
 from hf_dspark.formats.checkpoint import Checkpoint
 from hf_dspark.hub.convert import convert_checkpoint
+from hf_dspark.hub.inspection import inspect_draft
 from hf_dspark.models.auto import load_draft
 from hf_dspark.models.slot_cache import SlotCache
 
@@ -229,10 +230,9 @@ def test_quantised_drafts_are_not_converted(tmp_path):
     draft = load_draft(PAIR / "draft", quantization_config=BitsAndBytesConfig(load_in_8bit=True))
     draft.save_pretrained(tmp_path / "stored")
     for each in (draft, tmp_path / "stored"):
-        with pytest.raises(
-            ValueError, match="is quantised, which no other format holds: convert the one of full precision"
-        ):
+        with pytest.raises(ValueError, match="is quantised, which no format holds: convert the one of full precision"):
             convert_checkpoint(each, tmp_path / "out", "hf_dspark")
+    assert "quantised by bitsandbytes: no format holds them" in str(inspect_draft(tmp_path / "stored"))
     with pytest.raises(ValueError, match="is quantised already"):
         load_draft(tmp_path / "stored", quantization_config=BitsAndBytesConfig(load_in_4bit=True))
 

@@ -175,6 +175,12 @@ def _not_held(config: PreTrainedConfig, entry: Format) -> list[str]:
         for name, value in entry.constants.items()
         if getattr(config, name, value) != value
     ]
+    own = [name for name, field in config.shareable.items() if getattr(config, field)]
+    if own and not entry.copies and not entry.holds_own_weights:
+        reasons.append(
+            f"it has no place for the draft's {' and '.join(own)}, not known to be copies of the target's (target=... "
+            "compares them)"
+        )
     return list(dict.fromkeys(reasons + _reasons(entry.refusals, config)))
 
 

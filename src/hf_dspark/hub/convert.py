@@ -95,12 +95,13 @@ def convert_checkpoint(
     if output.resolve() == Path.cwd():  # a new folder takes the place of an empty one
         raise ValueError(f"{output} is the working folder, which cannot be replaced: name another folder")
     if not is_draft(draft):
-        config, tensors = read_with_copies(draft, target, sample_from_anchor, **hub_kwargs)
+        checkpoint = Checkpoint.open(draft, **hub_kwargs)
+        _refuse_quantised(checkpoint.name, checkpoint.quantisation is not None)
+        config, tensors = read_with_copies(checkpoint, target, sample_from_anchor)
     elif hub_kwargs or sample_from_anchor is not None:
         raise ValueError("the draft is loaded already: leave out the arguments that say how to read one")
     else:
-        if getattr(draft, "is_quantized", False):
-            raise _quantised(draft.name_or_path)
+        _refuse_quantised(draft.name_or_path, getattr(draft, "is_quantized", False))
         own = draft.brought if target is None else draft.own_weights()
         config, tensors = copy.deepcopy(draft.config), draft.state_dict() | own
         if away := [name for name, tensor in tensors.items() if tensor.is_meta]:
@@ -148,8 +149,6 @@ def read_with_copies(
             f"{checkpoint.name}/{CONFIG_FILE} (model_type {kind!r}, architectures "
             f"{checkpoint.config.get('architectures')!r}) is no draft in one of the formats {', '.join(FORMAT_NAMES)}"
         )
-    if checkpoint.quantisation is not None:
-        raise _quantised(checkpoint.name)
     facts = None if target is None else target_facts(target)
     with naming_file(checkpoint):
         ours = read_draft_config(checkpoint, facts, sample_from_anchor)
@@ -160,8 +159,9 @@ def read_with_copies(
     return config, DRAFTS[kind].read_tensors(config, checkpoint)
 
 
-def _quantised(name: str) -> ValueError:
-    return ValueError(f"the draft {name} is quantised, which no other format holds: convert the one of full precision")
+def _refuse_quantised(name: str, is_quantised: bool) -> None:
+    if is_quantised:
+        raise ValueError(f"the draft {name} is quantised, which no format holds: convert the one of full precision")
 
 
 def target_facts(target: Target) -> TargetFacts:
@@ -223,12 +223,6 @@ def _write_foreign(
         )
     facts = _required_facts(config, entry, target)
     written = config_to_format(config, entry, facts)
-    own = [name for name in config.shareable if name in tensors]
-    if own and not entry.copies and not entry.holds_own_weights:
-        found = "other than the target's" if has_weights else "perhaps copies of the target's: pass target=... to see"
-        raise ValueError(
-            f"the format {entry.name!r} cannot hold this draft: it has no place for its {' and '.join(own)}, {found}"
-        )
     engines, notes = engines_of(config, entry, engine)
     if lacking:
         weights, has_bias = _target_weights(target)

@@ -77,6 +77,8 @@ def inspect_draft(
         number, dtypes = sum(prod(info.shape) for info in infos), sorted({info.dtype for info in infos})
         size = sum(os.path.getsize(file) for file in {info.file for info in infos})
         found["weights"] = f"{number:,} numbers of {', '.join(dtypes)}, {size / 2**20:,.1f} MiB"
+        if checkpoint.quantisation is not None:
+            found["weights"] += ", quantised by bitsandbytes: no format holds them, convert those of full precision"
         config, _ = read_with_copies(checkpoint, target, sample_from_anchor)
         for field in config.shareable.values():  # as if copies of the target's, with which nothing was compared
             setattr(config, field, False)
