@@ -90,6 +90,7 @@ REFUSED = [
     ("sglang", {"qk_norm": False}, "taps three layers"),
     ("sglang", {"qk_norm": False, "target_layer_ids": [1, 4, 6], "norm_before_fc": True}, "no single norm before fc"),
     ("sglang", {"qk_norm": False, "target_layer_ids": [1, 4, 6], "norm_before_residual": True}, "before the residual"),
+    ("sglang", {"qk_norm": False, "target_layer_ids": [1, 4, 6], "own_embedding": True}, "has its own"),
     ("speculators", {"num_hidden_layers": 2}, "first layer alone reads the embedded token"),
     ("speculators", {"draft_top_k": 3}, "draft_top_k"),
     ("deepspec", {"qk_norm": False}, "normalise queries and keys"),

@@ -202,6 +202,9 @@ FLAT = Format(
             "its layers have no norm before the residual": lambda c: c.norm_before_residual,
             "it has no single norm before fc": lambda c: c.norm_before_fc,
             "its projections have no biases": lambda c: c.attention_bias,
+            "it drafts with the target's embedding, and this draft has its own": lambda c: (
+                c.own_embedding and c.target_hidden_size is None
+            ),
         }
     },
     engines=("sglang",),
