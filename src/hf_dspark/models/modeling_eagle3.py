@@ -108,7 +108,7 @@ class Eagle3DraftModel(DraftModel):
     Example:
 
     ```python
-    draft = Eagle3DraftModel.from_pretrained("yuhuili/EAGLE3-LLaMA3.1-Instruct-8B")
+    draft = Eagle3DraftModel(Eagle3Config.from_target(target.config))  # untrained
     output = target.generate(**inputs, assistant_model=draft, max_new_tokens=16)
     ```
     """
