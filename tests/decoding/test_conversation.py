@@ -78,6 +78,23 @@ def test_a_turn_goes_on_outside_of_the_mode_of_the_one_before(first_turn, target
     assert_rows(output, batch["input_ids"].shape[1], [alone(target, row, eos_token_id=None) for row in whole])
 
 
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_cache_of_another_type_is_continued_as_plain_decoding_does(target, draft, prompts, rows, dtype):
+    batch = padded(prompts[:rows])
+
+    def cache():
+        filled = DynamicCache(config=target.config)
+        with torch.no_grad():
+            target(batch["input_ids"][:, :3], attention_mask=batch["attention_mask"][:, :3], past_key_values=filled)
+        for layer in filled.layers:
+            layer.keys, layer.values = layer.keys.to(dtype), layer.values.to(dtype)
+        return filled
+
+    plain = target.generate(**batch, past_key_values=cache(), **GREEDY)
+    assert torch.equal(target.generate(**batch, past_key_values=cache(), assistant_model=draft, **GREEDY), plain)
+
+
 @pytest.mark.parametrize("cache", [None, DynamicCache()], ids=["none", "empty"])
 def test_a_mask_over_tokens_that_no_cache_holds_is_refused(goes_on, cache):
     with pytest.raises(

@@ -119,6 +119,12 @@ def test_writing_outside_of_a_pass_says_what_to_do():
         SlotCache().update(torch.zeros(1, 1, 1, 1), torch.zeros(1, 1, 1, 1), 0)
 
 
+@pytest.mark.parametrize("name", ["crop", "reorder_cache", "batch_select_indices", "batch_repeat_interleave"])
+def test_editing_a_cache_says_what_to_do(name):
+    with pytest.raises(NotImplementedError, match="to_dynamic_cache"):
+        getattr(SlotCache(), name)(1)
+
+
 def test_a_dynamic_cache_goes_in_and_comes_out(target):
     ids = torch.randint(0, 48, (2, 9))
     given = DynamicCache(config=target.config)

@@ -8,7 +8,7 @@ import functools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
@@ -243,7 +243,7 @@ class SlotCache(Cache):
                 store[first, :, start : start + layout.counts[0]] = states[0]
             else:
                 rows, _, slots = layout._index(states.device)
-                store[first + rows, :, slots] = states[0].transpose(0, 1)
+                store[first + rows, :, slots] = states[0].transpose(0, 1).to(store.dtype)
             written.append(store[first : first + layout.num_rows, :, : layout.end])
         return tuple(written)
 
@@ -342,10 +342,13 @@ class SlotCache(Cache):
         self.conversation = self.columns = None
         self.row_states = [{} for _ in range(self.num_rows)]
 
-    def crop(self, tokens_to_remove: int) -> None:
+    def crop(self, *_: Any) -> NoReturn:
         raise NotImplementedError(
-            "a SlotCache is not cropped: pass the shorter conversation to generate(), or crop cache.to_dynamic_cache()"
+            "a SlotCache is not cropped, and its rows are not moved: pass the shorter conversation to generate(), or "
+            "edit cache.to_dynamic_cache()"
         )
+
+    batch_repeat_interleave = batch_select_indices = reorder_cache = crop
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return max(self._lengths)
