@@ -7,6 +7,9 @@ import pytest
 import torch
 from transformers import (
     DynamicCache,
+    EncoderDecoderCache,
+    EncoderNoRepeatNGramLogitsProcessor,
+    EncoderRepetitionPenaltyLogitsProcessor,
     LogitsProcessor,
     LogitsProcessorList,
     Qwen3Config,
@@ -104,6 +107,20 @@ def by_row(input_ids, vocab_size):
     return torch.stack([row.bincount(minlength=vocab_size) for row in input_ids])
 
 
+class Writes(LogitsProcessor):
+    def __call__(self, input_ids, scores):
+        input_ids[:] = 3
+        return scores
+
+
+class Returns(LogitsProcessor):
+    def __init__(self, make):
+        self.make = make
+
+    def __call__(self, input_ids, scores):
+        return self.make(scores)
+
+
 class WithModel(LogitsProcessor):
     """A processor or criterion that holds something large."""
 
@@ -146,6 +163,10 @@ REFUSED = {
     "processor_that_knows_rows": (3, {"logits_processor": [Rows()]}, "Rows treats rows differently.*returned 3 rows"),
     "processor_by_row": (3, {"logits_processor": [BansByRow()]}, "BansByRow treats rows differently.*row 1 alone"),
     "processor_of_all_rows": (3, {"logits_processor": [AgainstTheMean()]}, "AgainstTheMean treats rows differently"),
+    "processor_that_writes_tokens": (1, {"logits_processor": [Writes()]}, "Writes writes into input_ids"),
+    "processor_of_some_scores": (1, {"logits_processor": [Returns(lambda each: each[:, :9])]}, r"\(1, 64\), got .*9"),
+    "processor_of_a_list": (1, {"logits_processor": [Returns(lambda each: each.tolist())]}, "got None"),
+    "no_prompts": (2, {"input_ids": torch.zeros(0, 4, dtype=torch.long), "attention_mask": None}, "no prompts"),
     "processor_of_the_batch_size": (3, {"logits_processor": [Three()]}, "Three treats rows differently.*needs three"),
 }
 
@@ -246,6 +267,33 @@ def test_caches_that_cannot_be_continued_are_refused(target, draft, prompts):
     longer = torch.tensor([prompts[0] * 12])
     with pytest.raises(ValueError, match="cannot continue a DynamicCache"):
         target.generate(longer, past_key_values=offloaded, assistant_model=draft, **GREEDY)
+    pair = EncoderDecoderCache(DynamicCache(), DynamicCache())
+    with pytest.raises(ValueError, match="cannot continue a EncoderDecoderCache of EncoderDecoderCache"):
+        target.generate(longer, past_key_values=pair, assistant_model=draft, **GREEDY)
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_prompts_of_a_shorter_integer_type_become_what_plain_decoding_makes_of_them(target, draft, prompts, rows):
+    batch = padded(prompts[:rows])
+    batch["input_ids"] = batch["input_ids"].int()
+    plain = target.generate(**batch, **GREEDY)
+    ours = target.generate(**batch, assistant_model=draft, **GREEDY)
+    assert ours.dtype == plain.dtype and torch.equal(ours, plain)
+
+
+@pytest.mark.parametrize(
+    "processor",
+    [EncoderRepetitionPenaltyLogitsProcessor, lambda _, ids: EncoderNoRepeatNGramLogitsProcessor(1, ids)],
+    ids=["penalty", "no_repeat"],
+)
+@pytest.mark.parametrize("texts", [1, 3])
+def test_a_users_processor_of_other_texts_keeps_them(target, draft, prompts, processor, texts):
+    batch = padded(prompts[:3])
+    others = target.generate(**batch, **GREEDY)[:texts, batch["input_ids"].shape[1] :]  # what would be said
+    options = GREEDY | {"logits_processor": LogitsProcessorList([processor(0.2, others)])}
+    plain = target.generate(**batch, **options)
+    assert not torch.equal(plain, target.generate(**batch, **GREEDY))
+    assert torch.equal(target.generate(**batch, assistant_model=draft, **options), plain)
 
 
 @pytest.mark.parametrize(

@@ -160,17 +160,20 @@ def test_what_leaves_a_call_has_the_shape_that_plain_generate_gives(llama, ids, 
 
 
 @pytest.mark.parametrize("given", ["input_ids", "inputs_embeds"])
-@pytest.mark.parametrize("num_rows", [1, 2])
-def test_types_of_tokens_are_read_in_prompts_and_go_on_after_them(ids, given, num_rows):
+@pytest.mark.parametrize(("num_rows", "typed"), [(1, 1), (2, 2), (2, 1)])
+def test_types_of_tokens_are_read_in_prompts_and_go_on_after_them(ids, given, num_rows, typed):
     config = GPT2Config(vocab_size=64, n_embd=32, n_layer=3, n_head=4, eos_token_id=None, bos_token_id=None)
     target, draft = drafted(GPT2LMHeadModel(config))
     inputs = ids if given == "input_ids" else target.get_input_embeddings()(ids)
     asked = {given: inputs[:num_rows], "attention_mask": torch.tensor(MASKS["shared_padding"])[:num_rows]}
-    asked |= {"token_type_ids": torch.randint(0, 5, (2, 9))[:num_rows], "max_new_tokens": 12}
+    asked |= {"token_type_ids": torch.randint(0, 5, (2, 9))[:typed], "max_new_tokens": 12}
     plain = target.generate(**asked)  # in chunks, transformers 5.17 reads padded prompts wrongly
     for chunk in (None, 4) if given == "input_ids" else (None,):
         assert torch.equal(target.generate(**asked, prefill_chunk_size=chunk, assistant_model=draft), plain)
     assert not torch.equal(target.generate(**asked | {"token_type_ids": None}), plain)
+    asked["token_type_ids"] = asked["token_type_ids"][:, :2]
+    with pytest.raises(ValueError, match="token_type_ids has the shape"):
+        target.generate(**asked, assistant_model=draft)
 
 
 @pytest.mark.parametrize("plain_first", [True, False])

@@ -210,12 +210,16 @@ def prompt_obstacles(call: Call, obstacle: str | None) -> list[str]:
 
 
 def mask_obstacles(call: Call) -> list[str]:
-    """Return why a mask is none of these prompts: then nothing else can be asked of them."""
+    """Return why a mask, or types, are none of these prompts: then nothing else can be asked of them."""
     mask, num_rows, columns, width = call.mask, len(call.input_ids), call.columns, call.width
     rows = num_rows if mask is None else len(mask)
     unmatched = rows != num_rows or width < columns or (width > columns and call.cached == 0)
+    types = tuple(getattr(call.model_kwargs.get("token_type_ids"), "shape", ()))
     return _present(
         {
+            "there are no prompts: pass at least one": num_rows == 0,
+            f"token_type_ids has the shape {types}, the prompts have {(num_rows, columns)}: pass a type for each "
+            "token": types and (types[0] not in (1, num_rows) or types[-1] not in (columns, width)),
             f"attention_mask has {rows} rows of {width} columns, the prompts have {num_rows} of {columns}, and no "
             "cache holds the tokens before: pass past_key_values of the earlier turn, or a column for each "
             "token": unmatched,
@@ -235,8 +239,8 @@ def _own_loop_obstacles(call: Call) -> list[str]:
     support, cache, num_rows = call.support, call.cache, len(call.input_ids)
     name, is_static = type(cache).__name__, isinstance(cache, StaticCache)
     is_foreign = cache is not None and not is_static and not isinstance(cache, SlotCache)
-    layers = {type(layer).__name__ for layer in cache.layers} if is_foreign else set()
-    is_plain = PLAIN_LAYERS.issuperset(layers) and not getattr(cache, "offloading", False)
+    layers = {type(layer).__name__ for layer in getattr(cache, "layers", [cache])} if is_foreign else set()
+    is_plain = PLAIN_LAYERS.issuperset(layers) and not (is_foreign and getattr(cache, "offloading", False))
     ones = torch.ones(1, 1, dtype=torch.bool, device="cpu") if call.mask is None else call.mask != 0
     holes = (ones & ~ones.roll(-1, dims=1))[:, :-1].any(dim=1).nonzero()[:, 0].tolist() * bool(ones[:, -1:].all())
     end = call.width + call.max_length - call.input_ids.shape[1]
@@ -248,8 +252,8 @@ def _own_loop_obstacles(call: Call) -> list[str]:
             f"the draft needs a dynamic cache, got {name}: pass a DynamicCache or none": is_static,
             f"the recurrent states of a {name} from elsewhere cannot be continued with a draft: pass no cache, or "
             "what an earlier call with the draft returned": is_foreign and support.keeps_states,
-            f"the draft cannot continue a {name} of {' and '.join(sorted(layers))} (quantised or offloaded): pass a "
-            "plain DynamicCache, or what an earlier call with the draft returned": not is_plain,
+            f"the draft cannot continue a {name} of {' and '.join(sorted(layers))} (quantised, offloaded, of another "
+            "kind): pass a plain DynamicCache, or what an earlier call with the draft returned": not is_plain,
             f"a streamer takes one sequence, got {num_rows} rows: stream one prompt at a time": num_rows > 1
             and call.streamer is not None,
             f"attention_mask has zeros between ones in rows {holes}, which the {what} in plain decoding of "
@@ -322,21 +326,25 @@ def _found_by_trial(
     steps = torch.linspace(-1.0, 1.0, vocab_size, device=input_ids.device)
     scores = torch.stack([steps.roll(row) for row in range(len(input_ids))])
     longer_ids = torch.cat([input_ids, input_ids[:, -1:]], dim=1)
-    results, attributes = [], []
+    results, attributes, name = [], [], type(together).__name__
     for ids in (input_ids, longer_ids, input_ids):
-        results.append(together(ids, scores.clone()))
+        results.append(together(given := ids.clone(), scores.clone()))
+        if not torch.equal(given, ids):
+            return f"the logits processor {name} writes into input_ids, the tokens: copy them, or drop assistant_model"
+        if (shape := getattr(results[-1], "shape", None)) != scores.shape:
+            return f"the logits processor {name} must return scores of the shape {tuple(scores.shape)}, got {shape}"
         attributes.append(repr(getattr(together, "__dict__", None)))
         for row in range(len(ids)) if len(ids) > 1 else ():
             difference = _difference_of_row(by_row, ids, scores, row, results[-1])
             if difference is not None:
                 return (
-                    f"the logits processor {type(together).__name__} treats rows differently: row {row} alone "
+                    f"the logits processor {name} treats rows differently: row {row} alone "
                     f"{difference}. With a draft these {len(ids)} rows are processed one by one: make the result for "
                     "a row depend on its own input_ids and scores, call generate() per prompt, or drop assistant_model"
                 )
     # The first call may set things up.
     changes = not torch.equal(results[0], results[2]) or len(set(attributes)) > 1
-    return _keeps_state(type(together).__name__) if changes else None
+    return _keeps_state(name) if changes else None
 
 
 def _difference_of_row(

@@ -270,7 +270,8 @@ def processors_of_row(
         if isinstance(own, PrefixConstrainedLogitsProcessor):
             own = PrefixConstrainedLogitsProcessor(allowed_tokens(own, row), num_beams=1)
         elif kind is EncoderRepetitionPenaltyLogitsProcessor:
-            own = _changed(own, encoder_input_ids=columns)
+            prompt = row // max(1, len(input_ids) // len(own.encoder_input_ids))
+            own = _changed(own, encoder_input_ids=own.encoder_input_ids[prompt : prompt + 1])
         elif kind is EncoderNoRepeatNGramLogitsProcessor:
             prompt = row // (len(input_ids) // own.batch_size)
             own = _changed(own, batch_size=1, generated_ngrams=[own.generated_ngrams[prompt]])

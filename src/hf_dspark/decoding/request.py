@@ -49,7 +49,8 @@ class Call:
         cache = pop_cache(model_kwargs)
         if is_users(cache) or isinstance(cache, SlotCache):
             model_kwargs["past_key_values"] = cache  # any other one is new
-        return cls(input_ids, *(prepared[name] for name in names), model_kwargs, **others)
+        # Plain decoding puts tokens after the prompts, and makes all of them int64.
+        return cls(input_ids.long(), *(prepared[name] for name in names), model_kwargs, **others)
 
     @property
     def streamer(self) -> BaseStreamer | None:
@@ -86,7 +87,7 @@ class Call:
     def token_types(self) -> torch.Tensor | None:
         """Of the prompts of a target of texts alone, `[B, columns or width]`."""
         types = self.model_kwargs.get("token_type_ids")
-        return None if types is None or self.support.is_multimodal else types
+        return None if types is None or self.support.is_multimodal else types.expand(len(self.input_ids), -1)
 
     @property
     def max_length(self) -> int:
