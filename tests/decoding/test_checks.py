@@ -281,6 +281,12 @@ def test_prompts_of_a_shorter_integer_type_become_what_plain_decoding_makes_of_t
     assert ours.dtype == plain.dtype and torch.equal(ours, plain)
 
 
+@pytest.mark.parametrize("limit", [{"max_new_tokens": 5.0}, {"max_new_tokens": None, "max_length": 15.5}])
+def test_lengths_may_be_floats_as_in_plain_decoding(target, draft, prompts, limit):
+    plain = target.generate(**padded(prompts[:2]), **(GREEDY | limit))
+    assert torch.equal(target.generate(**padded(prompts[:2]), assistant_model=draft, **(GREEDY | limit)), plain)
+
+
 @pytest.mark.parametrize(
     "processor",
     [EncoderRepetitionPenaltyLogitsProcessor, lambda _, ids: EncoderNoRepeatNGramLogitsProcessor(1, ids)],

@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -92,7 +93,7 @@ class Call:
     @property
     def max_length(self) -> int:
         limits = [rule.max_length for rule in self.stopping_criteria if type(rule) is MaxLengthCriteria]
-        return min([self.generation_config.max_length, *limits])
+        return math.ceil(min([self.generation_config.max_length, *limits]))
 
     @property
     def pad_token_id(self) -> int | None:
