@@ -2,10 +2,13 @@
 
 import copy
 import threading
+import warnings
 
 import pytest
 import torch
 from transformers import (
+    AttentionInterface,
+    AttentionMaskInterface,
     DynamicCache,
     EncoderDecoderCache,
     EncoderNoRepeatNGramLogitsProcessor,
@@ -20,6 +23,8 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 from transformers.generation.streamers import BaseStreamer
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
 
 from benchmarks.policy_baselines import EliminationScheduler, GlobalScheduler
 from hf_dspark import (
@@ -119,6 +124,12 @@ class Returns(LogitsProcessor):
 
     def __call__(self, input_ids, scores):
         return self.make(scores)
+
+
+class ForgetsSome(DynamicCache):
+    def update(self, keys, values, layer_idx, *args, **kwargs):
+        keys, values = super().update(keys, values, layer_idx, *args, **kwargs)
+        return keys, values * 0.5
 
 
 class WithModel(LogitsProcessor):
@@ -267,6 +278,8 @@ def test_caches_that_cannot_be_continued_are_refused(target, draft, prompts):
     longer = torch.tensor([prompts[0] * 12])
     with pytest.raises(ValueError, match="cannot continue a DynamicCache"):
         target.generate(longer, past_key_values=offloaded, assistant_model=draft, **GREEDY)
+    with pytest.raises(ValueError, match="cannot continue a ForgetsSome"):
+        target.generate(longer, past_key_values=ForgetsSome(), assistant_model=draft, **GREEDY)
     pair = EncoderDecoderCache(DynamicCache(), DynamicCache())
     with pytest.raises(ValueError, match="cannot continue a EncoderDecoderCache of EncoderDecoderCache"):
         target.generate(longer, past_key_values=pair, assistant_model=draft, **GREEDY)
@@ -279,6 +292,53 @@ def test_prompts_of_a_shorter_integer_type_become_what_plain_decoding_makes_of_t
     plain = target.generate(**batch, **GREEDY)
     ours = target.generate(**batch, assistant_model=draft, **GREEDY)
     assert ours.dtype == plain.dtype and torch.equal(ours, plain)
+
+
+def flat_attention(module, query, key, value, attention_mask, **kwargs):
+    return sdpa_attention_forward(module, query * 0.1, key, value, attention_mask, **kwargs)
+
+
+@pytest.mark.parametrize("name", ["flat", "sdpa"])
+def test_attention_of_the_users_own_is_not_replaced(make_target, make_draft, prompts, monkeypatch, name):
+    monkeypatch.setitem(AttentionMaskInterface._global_mapping, name, sdpa_mask)
+    monkeypatch.setitem(AttentionInterface._global_mapping, name, flat_attention)
+    target = make_target(attn_implementation=name)
+    draft, ids = make_draft(target), torch.tensor([prompts[0]]) % 48
+    plain = target.generate(ids, **GREEDY)
+    with pytest.warns(UserWarning, match=f"attends by '{name}', which was registered by somebody else"):
+        assert torch.equal(target.generate(ids, assistant_model=draft, **GREEDY), plain)
+    with pytest.raises(ValueError, match="cannot be decoded together: .*registered by somebody else"):
+        target.generate(ids.expand(2, -1), assistant_model=draft, **GREEDY)
+
+
+@pytest.mark.parametrize("step", ["prepare_inputs_for_generation", "_update_model_kwargs_for_generation"])
+def test_steps_of_the_users_own_are_taken_in_transformers_loop(make_target, make_draft, prompts, step):
+    def changed(self, *args, **kwargs):
+        inputs = getattr(Qwen3ForCausalLM, step)(self, *args, **kwargs)
+        return inputs | ({"input_ids": (inputs["input_ids"] + 1) % 48} if "input_ids" in inputs else {})
+
+    target = make_target()
+    usual = target.generate(ids := torch.tensor([prompts[0]]) % 48, **GREEDY)
+    target.__class__ = type("Changed", (Qwen3ForCausalLM,), {step: changed})
+    plain = target.generate(ids, **GREEDY)
+    assert torch.equal(plain, usual) == (step != "prepare_inputs_for_generation")
+    with pytest.warns(UserWarning, match=f"Changed has a method {step} of its own"):
+        assert torch.equal(target.generate(ids, assistant_model=make_draft(target), **GREEDY), plain)
+
+
+@pytest.mark.parametrize("register", ["register_forward_hook", "register_forward_pre_hook"])
+def test_hooks_of_the_users_own_are_named_in_a_warning(make_target, make_draft, prompts, register):
+    target, batch = make_target(), padded([[token % 48 for token in row] for row in prompts[:2]])
+    draft = make_draft(target)
+    target.enable_input_require_grads()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        target.generate(**batch, assistant_model=draft, **GREEDY)
+    getattr(target.model.layers[1], register)(lambda module, args, *output: (output or args)[0] * 1.01)
+    plain = target.generate(**batch, **GREEDY)
+    with pytest.warns(UserWarning, match="hooks around modules of Qwen3ForCausalLM see drafted tokens") as told:
+        assert torch.equal(target.generate(**batch, assistant_model=draft, **GREEDY), plain)
+    assert len(told) == 1
 
 
 @pytest.mark.parametrize("limit", [{"max_new_tokens": 5.0}, {"max_new_tokens": None, "max_length": 15.5}])

@@ -10,7 +10,7 @@ import torch
 import transformers
 from packaging.version import parse
 from transformers import GenerationConfig, LogitsProcessor, PreTrainedModel
-from transformers.cache_utils import StaticCache
+from transformers.cache_utils import Cache, StaticCache
 from transformers.generation import GenerationMode
 
 from ..models.slot_cache import SlotCache
@@ -240,6 +240,7 @@ def _own_loop_obstacles(call: Call) -> list[str]:
     name, is_static = type(cache).__name__, isinstance(cache, StaticCache)
     is_foreign = cache is not None and not is_static and not isinstance(cache, SlotCache)
     layers = {type(layer).__name__ for layer in getattr(cache, "layers", [cache])} if is_foreign else set()
+    writes_itself = is_foreign and type(cache).update is not Cache.update
     is_plain = PLAIN_LAYERS.issuperset(layers) and not (is_foreign and getattr(cache, "offloading", False))
     ones = torch.ones(1, 1, dtype=torch.bool, device="cpu") if call.mask is None else call.mask != 0
     holes = (ones & ~ones.roll(-1, dims=1))[:, :-1].any(dim=1).nonzero()[:, 0].tolist() * bool(ones[:, -1:].all())
@@ -253,7 +254,8 @@ def _own_loop_obstacles(call: Call) -> list[str]:
             f"the recurrent states of a {name} from elsewhere cannot be continued with a draft: pass no cache, or "
             "what an earlier call with the draft returned": is_foreign and support.keeps_states,
             f"the draft cannot continue a {name} of {' and '.join(sorted(layers))} (quantised, offloaded, of another "
-            "kind): pass a plain DynamicCache, or what an earlier call with the draft returned": not is_plain,
+            "kind): pass a plain DynamicCache, or what an earlier call with the draft returned": not is_plain
+            or writes_itself,
             f"a streamer takes one sequence, got {num_rows} rows: stream one prompt at a time": num_rows > 1
             and call.streamer is not None,
             f"attention_mask has zeros between ones in rows {holes}, which the {what} in plain decoding of "

@@ -172,6 +172,12 @@ def plan_call(
             f"the two. Use draft.to({str(device)!r})",
             stacklevel=2,
         )
+    if support.is_hooked:
+        warnings.warn(
+            f"hooks around modules of {support.name} see drafted tokens, and all rows of a batch as one sequence: "
+            "what they change must not depend on the position or the row",
+            stacklevel=2,
+        )
     if threshold is None:
         policy = options.policy or default_policy(draft, target, options.trees, support)
     else:  # the call's own comes first

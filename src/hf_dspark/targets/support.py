@@ -17,7 +17,7 @@ from .adapters import adapter_obstacle, gives_rows_adapters
 from .int8_outliers import mixes_tokens
 from .recurrent import AttributeMixer, Mixer
 from .row_attention import RowAttention
-from .transformers_api import cache_argument, state_cache_obstacle
+from .transformers_api import cache_argument, is_transformers_attention, state_cache_obstacle
 
 ATTENTION_LAYERS = {"full_attention", "sliding_attention", "chunked_attention", "dummy", "moe", "mlp"}
 RECURRENT_LAYERS = {"linear_attention", "conv", "hybrid"}
@@ -32,6 +32,11 @@ OWN_TOKENS = {"cpmant"}
 FORGETFUL_CACHES = {"moshi"}
 # Models that keep no keys and values, or in a form that cannot be taken back, such as for each pass through a loop.
 NO_CACHE = {"blt", "dory", "inkling2_loop_text", "openai-gpt", "reformer", "xlm", "xlnet"}
+
+# Methods of `GenerationMixin` between two passes of plain decoding.
+OWN_STEPS = ("prepare_inputs_for_generation", "_update_model_kwargs_for_generation")
+# Whose hooks around `forward` treat all tokens alike, or are known here.
+LIBRARIES = {"accelerate", "bitsandbytes", "hf_dspark", "peft", "torch", "transformers"}
 
 
 @dataclass(frozen=True)
@@ -273,11 +278,26 @@ class TargetSupport:
     def num_positions(self) -> int | None:
         return getattr(self.text, "max_position_embeddings", None)
 
+    @property
+    def is_hooked(self) -> bool:
+        """Whether a user's own hooks are around some of its modules."""
+        modules = (self.target, *self.modules)
+        hooks = (
+            hook for each in modules for hook in (*each._forward_hooks.values(), *each._forward_pre_hooks.values())
+        )
+        return any(str(getattr(hook, "func", hook).__module__).split(".")[0] not in LIBRARIES for hook in hooks)
+
     # ---- what it cannot do
 
     @property
     def slot_obstacle(self) -> str | None:
         """Why it cannot attend to a slot cache, as hf_dspark's own loop has one."""
+        for attends in sorted({str(config._attn_implementation) for config in self.attention_configs}):
+            if not is_transformers_attention(attends):
+                return f"{self.name} attends by {attends!r}, which was registered by somebody else than transformers"
+        for step in OWN_STEPS:  # code on the Hub copies them from transformers
+            if not getattr(type(self.target), step).__module__.startswith(("transformers.", "transformers_modules.")):
+                return f"{self.name} has a method {step} of its own, which only transformers' loop calls"
         if self.keeps_states:
             return self._state_obstacle
         if self.text.model_type in OWN_MASKS:

@@ -12,6 +12,7 @@ from packaging.version import parse
 from transformers import GenerationConfig, PrefixConstrainedLogitsProcessor, PreTrainedModel
 from transformers.cache_utils import Cache
 from transformers.generation import GenerateDecoderOnlyOutput, GenerationMixin
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 NEWEST_TESTED = parse("5.24")
 # Of the cache: since 5.24, of all models before, and of Mamba before.
@@ -55,6 +56,14 @@ def pop_cache(model_kwargs: dict[str, Any]) -> Any:
 def is_users(cache: Any) -> bool:
     """Tell whether `generate()` was given this cache, and did not make it."""
     return getattr(cache, "_is_user_defined", False)
+
+
+def is_transformers_attention(name: str) -> bool:
+    """Tell whether an attention implementation is one of transformers or of its kernels (`owner/name`): it computes
+    what ours does."""
+    function = ALL_ATTENTION_FUNCTIONS.get(name)
+    module = getattr(function, "func", function).__module__ if function is not None else "transformers"
+    return "/" in name or module.split(".")[0] in ("transformers", "hf_dspark")
 
 
 def state_cache_obstacle() -> str | None:
