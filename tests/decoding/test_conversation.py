@@ -1,6 +1,7 @@
 """Caches of an earlier turn: recognised, continued, and refused where they would be wrong."""
 
 import copy
+import pickle
 
 import pytest
 import torch
@@ -76,6 +77,17 @@ def test_a_turn_goes_on_outside_of_the_mode_of_the_one_before(first_turn, target
     with second():
         output = target.generate(**batch, past_key_values=cache, assistant_model=draft, **options)
     assert_rows(output, batch["input_ids"].shape[1], [alone(target, row, eos_token_id=None) for row in whole])
+
+
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda cache: pickle.loads(pickle.dumps(cache))])
+def test_a_copy_of_a_cache_goes_on_as_the_cache_does(first_turn, target, draft, duplicate):
+    cache, whole = first_turn(2, eos_token_id=None)
+    batch, options = padded(whole), GREEDY | {"eos_token_id": None}
+    output = target.generate(**batch, past_key_values=duplicate(cache), assistant_model=draft, **options)
+    num_rounds = draft.last_stats.rounds
+    assert_rows(output, batch["input_ids"].shape[1], [alone(target, row, eos_token_id=None) for row in whole])
+    assert torch.equal(target.generate(**batch, past_key_values=cache, assistant_model=draft, **options), output)
+    assert duplicate is not copy.deepcopy or draft.last_stats.rounds == num_rounds
 
 
 @pytest.mark.parametrize("rows", [1, 3])

@@ -3,6 +3,7 @@
 import copy
 
 import pytest
+import torch
 
 from hf_dspark import calibrate, evaluate, generate_many, profile_throughput
 from hf_dspark.models.auto import is_draft, require_pair
@@ -47,6 +48,7 @@ def test_generation_needs_a_target_that_generates_and_a_draft_that_is_loaded(pai
     assert not draft.can_generate()
     with pytest.raises(TypeError, match="got the name 'me/draft': load it"):
         target.generate(assistant_model="me/draft", max_new_tokens=2)
-    for held in ([draft], (draft,), {"draft": draft}):
-        with pytest.raises(TypeError, match="holds a draft: pass the draft itself"):
+    containers = ([draft], (draft,), {"draft": draft}, torch.nn.Sequential(draft), torch.nn.DataParallel(draft))
+    for held in (*containers, type(draft), draft.config, draft.state_dict(), False):
+        with pytest.raises(TypeError, match="no model: pass the draft itself"):
             target.generate(assistant_model=held, max_new_tokens=2)

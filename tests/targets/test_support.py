@@ -129,3 +129,13 @@ def test_obstacles_of_ordinary_targets():
         support = TargetSupport.of(target)
         assert (support.slot_obstacle is None) if message is None else (message in support.slot_obstacle)
         assert support.tree_obstacle is None and support.state_obstacle is None
+
+
+@pytest.mark.filterwarnings("ignore:torch")
+def test_weights_that_cannot_draft_or_verify_are_refused(target, draft):
+    ids = torch.arange(1, 12)[None]
+    packed = torch.ao.quantization.quantize_dynamic(target, {nn.Linear}, dtype=torch.qint8)
+    with pytest.raises(ValueError, match="quantised by torch.ao.quantization"):
+        packed.generate(ids, max_new_tokens=9, do_sample=False, assistant_model=draft)
+    with pytest.raises(ValueError, match="the draft is on the meta device"):
+        target.generate(ids, max_new_tokens=9, do_sample=False, assistant_model=copy.deepcopy(draft).to("meta"))

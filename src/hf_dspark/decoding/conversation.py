@@ -1,9 +1,11 @@
 """Turns of a conversation: what of a prompt an earlier call has left in a cache, and what this one leaves.
 A returned cache carries a [`Conversation`]. Caches of plain `generate()` carry none, and are continued, too."""
 
+import copy
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from transformers.cache_utils import Cache
@@ -197,6 +199,12 @@ class Conversation:
             if known > context:
                 request.features.append(torch.cat(conversation.waiting_features[row])[: known - context])
         return conversation
+
+    def __getstate__(self) -> dict[str, Any]:
+        return vars(self) | {"drafted_by": type(None)}  # in another process it belongs to no draft
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Conversation":
+        return Conversation(**copy.deepcopy(vars(self), memo))
 
     def end_turn(
         self, cache: SlotCache, rows: Mapping[int, int], requests: Sequence[Request], prompts: Sequence[PromptRow]

@@ -47,9 +47,8 @@ def generate(original: Callable, target: PreTrainedModel, /, *args: Any, **kwarg
         return original(target, *args, **kwargs)
     if isinstance(draft, (str, os.PathLike)):  # transformers would look for its config
         require_draft(draft)
-    held = draft.values() if isinstance(draft, dict) else draft if isinstance(draft, list | tuple) else ()
-    if any(map(is_draft, held)):
-        raise TypeError(f"assistant_model is a {type(draft).__name__} that holds a draft: pass the draft itself")
+    if not hasattr(draft, "config"):  # a container, a class, or what is left of a draft
+        raise TypeError(f"assistant_model is a {type(draft).__name__}, which is no model: pass the draft itself")
     if not is_draft(draft):
         refuse_misread(draft)
         return original(target, *args, **kwargs)

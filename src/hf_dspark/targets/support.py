@@ -17,7 +17,7 @@ from .adapters import adapter_obstacle, gives_rows_adapters
 from .int8_outliers import mixes_tokens
 from .recurrent import AttributeMixer, Mixer
 from .row_attention import RowAttention
-from .transformers_api import cache_argument, is_transformers_attention, state_cache_obstacle
+from .transformers_api import cache_argument, is_transformers_attention, own_step, state_cache_obstacle
 
 ATTENTION_LAYERS = {"full_attention", "sliding_attention", "chunked_attention", "dummy", "moe", "mlp"}
 RECURRENT_LAYERS = {"linear_attention", "conv", "hybrid"}
@@ -33,8 +33,6 @@ FORGETFUL_CACHES = {"moshi"}
 # Models that keep no keys and values, or in a form that cannot be taken back, such as for each pass through a loop.
 NO_CACHE = {"blt", "dory", "inkling2_loop_text", "openai-gpt", "reformer", "xlm", "xlnet"}
 
-# Methods of `GenerationMixin` between two passes of plain decoding.
-OWN_STEPS = ("prepare_inputs_for_generation", "_update_model_kwargs_for_generation")
 # Whose hooks around `forward` treat all tokens alike, or are known here.
 LIBRARIES = {"accelerate", "bitsandbytes", "hf_dspark", "peft", "torch", "transformers"}
 
@@ -295,9 +293,8 @@ class TargetSupport:
         for attends in sorted({str(config._attn_implementation) for config in self.attention_configs}):
             if not is_transformers_attention(attends):
                 return f"{self.name} attends by {attends!r}, which was registered by somebody else than transformers"
-        for step in OWN_STEPS:  # code on the Hub copies them from transformers
-            if not getattr(type(self.target), step).__module__.startswith(("transformers.", "transformers_modules.")):
-                return f"{self.name} has a method {step} of its own, which only transformers' loop calls"
+        if (step := own_step(self.target)) is not None:
+            return f"{self.name} has a method {step} of its own, which only transformers' loop calls"
         if self.keeps_states:
             return self._state_obstacle
         if self.text.model_type in OWN_MASKS:
@@ -368,6 +365,11 @@ class TargetSupport:
                 "and a draft borrows embeddings of their size: use PromptLookup(target)"
             )
         modules = (self.target, *self.modules)
+        if any(type(module).__module__.startswith("torch.ao.nn.quantized") for module in modules):
+            found.append(
+                f"{self.name} was quantised by torch.ao.quantization, which rounds by the largest value of all tokens "
+                "of a pass: quantise it otherwise, or drop assistant_model"
+            )
         if self.target.training and any(getattr(module, "gradient_checkpointing", False) for module in modules):
             found.append(
                 "a target in train() with gradient checkpointing keeps no keys and values, so nothing can be "

@@ -58,6 +58,14 @@ def is_users(cache: Any) -> bool:
     return getattr(cache, "_is_user_defined", False)
 
 
+def own_step(target: PreTrainedModel) -> str | None:
+    """Return which method between two passes a user has replaced; code on the Hub copies them from transformers."""
+    for name in ("prepare_inputs_for_generation", "_update_model_kwargs_for_generation"):
+        if not getattr(type(target), name).__module__.startswith(("transformers.", "transformers_modules.")):
+            return name
+    return None
+
+
 def is_transformers_attention(name: str) -> bool:
     """Tell whether an attention implementation is one of transformers or of its kernels (`owner/name`): it computes
     what ours does."""
