@@ -79,6 +79,16 @@ def test_a_turn_goes_on_outside_of_the_mode_of_the_one_before(first_turn, target
     assert_rows(output, batch["input_ids"].shape[1], [alone(target, row, eos_token_id=None) for row in whole])
 
 
+def test_a_turn_goes_on_after_the_draft_was_cast(first_turn, target, draft):
+    cache, whole = first_turn(2, eos_token_id=None)
+    batch, options = padded(whole), GREEDY | {"eos_token_id": None}
+    try:
+        output = target.generate(**batch, past_key_values=cache, assistant_model=draft.double(), **options)
+    finally:
+        draft.float()
+    assert_rows(output, batch["input_ids"].shape[1], [alone(target, row, eos_token_id=None) for row in whole])
+
+
 @pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda cache: pickle.loads(pickle.dumps(cache))])
 def test_a_copy_of_a_cache_goes_on_as_the_cache_does(first_turn, target, draft, duplicate):
     cache, whole = first_turn(2, eos_token_id=None)

@@ -175,6 +175,7 @@ class Conversation:
     draft_cache: SlotCache  # the draft's context of the same rows
     drafted_by: "weakref.ref[DraftModel]"  # whose context that is
     unseen: list[int]  # committed slots at the beginning that the draft never saw
+    dtype: torch.dtype  # of that draft
     # The tokens in the committed slots, by which a later turn is recognised; `None` where they are not known.
     token_ids: list[torch.Tensor | None] = field(default_factory=list)
     prompt_lengths: list[int] = field(default_factory=list)  # how many of them were given with the latest call
@@ -186,9 +187,9 @@ class Conversation:
     def begin_turn(cls, cache: SlotCache, draft: DraftModel, requests: Sequence[Request]) -> "Conversation":
         """Give the requests what an earlier turn left of the draft's context, as far as its tokens are still there."""
         conversation = cache.conversation
-        if conversation is None or conversation.drafted_by() is not draft:
-            draft_cache = SlotCache(cache.num_rows)
-            conversation = cache.conversation = cls(draft_cache, weakref.ref(draft), unseen=list(cache.lengths))
+        if conversation is None or conversation.drafted_by() is not draft or conversation.dtype != draft.dtype:
+            draft_cache, of = SlotCache(cache.num_rows), weakref.ref(draft)
+            conversation = cache.conversation = cls(draft_cache, of, list(cache.lengths), draft.dtype)
         conversation.in_progress, cache.columns = True, None
         draft_cache, unseen = conversation.draft_cache, conversation.unseen
         draft_cache.limit = cache.limit + draft.config.num_slots
