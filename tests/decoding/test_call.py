@@ -7,6 +7,7 @@ import torch
 from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria
 from transformers.generation import EosTokenCriteria, MaxLengthCriteria
 
+from hf_dspark import DecodingOptions
 from tests.rows import (
     EOS,
     GREEDY,
@@ -33,6 +34,16 @@ BATCHED = OPTIONS | {
 def test_every_row_is_what_its_prompt_gives_alone(target, draft, prompts, options):
     plain = {key: value for key, value in options.items() if key != "prefill_chunk_size"}
     assert_as_alone(target, draft, prompts, options, **plain)
+
+
+@pytest.mark.parametrize("loop", ["own", "transformers"])
+def test_greedy_decoding_leaves_the_random_numbers_of_others_alone(target, draft, prompts, loop):
+    draft.decoding = DecodingOptions(use_transformers_loop=loop == "transformers")
+    before = torch.get_rng_state()
+    target.generate(**padded(prompts[:1]), assistant_model=draft, **GREEDY)
+    assert torch.equal(torch.get_rng_state(), before)
+    target.generate(**padded(prompts[:1]), assistant_model=draft, **GREEDY | {"do_sample": True})
+    assert not torch.equal(torch.get_rng_state(), before)
 
 
 def test_constraints_are_asked_about_the_right_row(target, draft, prompts):

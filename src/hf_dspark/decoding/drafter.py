@@ -60,7 +60,8 @@ class Drafter:
         self._options = call.options
         self._processor = DraftProcessor(call.logits_processor, draft.config.vocab_size)
         self._do_sample = call.generation_config.do_sample
-        self._seed = int(torch.empty((), dtype=torch.int64, device="cpu").random_())  # the user's decides about it
+        # The user's seed decides about it. Greedy decoding draws nothing, as plain decoding does not.
+        self._seed = int(torch.empty((), dtype=torch.int64, device="cpu").random_()) if self._do_sample else 0
         self._ends = eos_token_ids(call.generation_config)
         self._num_positions, self._rope_switches = support.num_positions, support.rope_switches
         self._max_drafts = min(draft.config.block_size, call.max_drafts or draft.config.block_size)
