@@ -170,7 +170,7 @@ def test_what_cannot_be_read_is_named_with_its_file_and_line(kind, tmp_path):
 @pytest.mark.parametrize(
     ("name", "content", "words"),
     [
-        ("a.jsonl.gz", gzip.compress(b"[]" * 99)[:-9], "a.jsonl.gz cannot be unpacked or decoded"),
+        ("a.jsonl.gz", gzip.compress(b"[]" * 99, mtime=0)[:-9], "a.jsonl.gz cannot be unpacked or decoded"),
         ("a.jsonl.zst", b"(\xb5/\xfd....", "a.jsonl.zst is packed by zstd: write JSON Lines or Parquet, or"),
         ("a.xlsx", b"PK\x03\x04....", "a.xlsx is a zip archive"),
         ("a.arrow", b"ARROW1..", "a.arrow is an Arrow file"),

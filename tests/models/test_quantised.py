@@ -183,7 +183,7 @@ def test_stored_bits_are_read_as_they_were_written(tmp_path, bits):
             )
         },
     ],
-    ids=str,
+    ids=["short weight", "short absmax", "short map", "NaN in the map", "cut state", "foreign state"],
 )
 def test_damaged_bits_are_refused(tmp_path, damage):
     load_draft(PAIR / "draft", quantization_config=BitsAndBytesConfig(**BITS["nf4"])).save_pretrained(tmp_path)
