@@ -158,6 +158,12 @@ UNREAD = {
     "log_snr_conditioning": True, "pure_draft_prefix_len": 1, "mlp_bias": True, "hidden_activation": "gelu",
     "position_embedding_type": "alibi", "quantization_config": {"quant_method": "fp8"}, "logits_start": 1,
     "quantization": {"bits": 4}, "conv_kernel_size": 2, "selector_rank": 4, "emb_dim": 16, "tap_shift": 1,
+    "attn_soft_cap": 50.0, "use_parallel_residual": True, "parallel_attn": True, "value_residual": True,
+    "clip_qkv": 8.0, "attn_temperature_tuning": True, "logits_temperature": 2.0, "nope_layers": [0],
+    "zero_centered_gamma": True, "attention_type": "local", "attn_mode": "prefix", "attention_mask_type": "causal",
+    "local_attention": 64, "use_rope": False, "use_rotary": False, "use_pre_norm": False, "is_bidirectional": False,
+    "scale_attn_weights": False, "add_bias_linear": True, "act_fn": "gelu", "eps": 1e-3, "label_shift": 1,
+    "mask_embed": True, "quant_config": {"bits": 4},
 }  # fmt: skip
 SECTIONS = [("flat", ""), ("flat", "dflash_config."), ("flat", "dspark_config."), ("dflash", "dflash_config.")]
 SECTIONS += [("speculators", ""), ("speculators", "transformer_layer_config.")]
@@ -186,6 +192,22 @@ def test_unknown_keys_of_a_drafts_own_section_are_refused_by_name(section):
     assert read(FLAT | {"new_feature": 3}) == read(FLAT)  # the top is shared with the configuration of a Qwen3 model
     with pytest.raises(ValueError, match="config.json: new_feature is 3"):
         read(BASES["speculators"] | {"new_feature": 3})
+
+
+@pytest.mark.parametrize("name", BASES)
+@pytest.mark.parametrize("key", ["markov_order", "confidence_scale", "dspark_version", "dflash_mode"])
+def test_keys_that_only_drafts_have_are_refused_at_the_top_of_every_format(name, key):
+    with pytest.raises(ValueError, match=f"config.json: {key} is 'new'"):
+        read(BASES[name] | {key: "new"})
+
+
+@pytest.mark.parametrize("given", [{"target_layer_ids": None, "num_target_layers": 12}, {"target_layer_ids": [1, 3]}])
+def test_taps_counted_from_the_embedding_on_are_those_of_the_draft(given):
+    counted = FLAT | {"dflash_config": FLAT["dflash_config"] | {"eagle_aux_hidden_state_layer_ids": [1, 3]}}
+    assert read(counted) == read(FLAT)
+    nested = counted["dflash_config"] | {"target_layer_ids": given["target_layer_ids"]}
+    with pytest.raises(ValueError, match="eagle_aux_hidden_state_layer_ids counts layers"):
+        read(counted | given | {"dflash_config": nested})
 
 
 @pytest.mark.parametrize("key", ["block_size", "mask_token_id", "markov_rank", "rope_theta", "num_target_layers"])

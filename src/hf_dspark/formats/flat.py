@@ -84,7 +84,15 @@ def _flat_section(config: PreTrainedConfig, facts: TargetFacts | None) -> dict[s
     return {"projector_type": "dspark"} | values | sinks
 
 
+def _names_other_taps(config: Source) -> bool:
+    others, taps = config.get("eagle_aux_hidden_state_layer_ids"), config.get("target_layer_ids")
+    known = [tap + 1 for tap in taps if type(tap) is int] if isinstance(taps, list) else None
+    return others is not None and others != known
+
+
 LAYER_RULES: Rules = {
+    "eagle_aux_hidden_state_layer_ids counts layers from the embedding on, and names others than target_layer_ids, "
+    "which must be there": _names_other_taps,
     "blocks are causal (is_causal, causal or dflash_query_causal), but have full-attention layers, whose slots "
     "see the whole block here": lambda c: (
         look_up(c, *_CAUSAL) is True and "full_attention" in (_flat_layer_types(c) or ["full_attention"])

@@ -15,17 +15,24 @@ from .fields import HARMLESS, Format, Source, look_up
 _COMPUTING = tuple(
     (re.compile(pattern), neutral)
     for pattern, neutral in (
-        (r"quanti[sz]ation|quant_(method|algo)|compression_config", ()),
-        (r"neox|qk_(layer)?norm", (True,)),
-        (r"multiplier|scal(e|ar|ing)(_|$)|^mup_|dim_model_base|rotary_p(er)?ct|rotary_percent", (1, False)),
+        (r"quant(?!um)|compression_config", (False,)),
+        (r"neox|qk_(layer)?norm|^use_(rope|rotary|pre_norm)|^(is_)?bidirectional$|^scale_attn", (True,)),
         (
-            r"(?<!m)rope|rotary|interleav|swa|window|chunk|causal|bidirectional|sink|gat(e|ed|ing)(_|$)|softcap|alibi"
-            r"|norm(?!_topk)|shift_|prefix_len|log_snr|conditioning|bias$|position_embedding|pattern|activation|anchor|offset"
-            r"|projector|mask_embedding|embedding_size|target_hidden|draft_vocab|topk_context|tap_",
+            r"multiplier|scal(e|ar|ing)(_|$)|^mup_|dim_model_base|rotary_p(er)?ct|rotary_percent"
+            r"|(att\w*|softmax|logits?)_temperature",
+            (1, False),
+        ),
+        (
+            r"(?<!m)rope|rotary|interleav|swa|window|chunk|causal|bidirectional|sink|gat(e|ed|ing)(_|$)|soft_?cap|alibi"
+            r"|norm(?!_topk)|(^|_)shift(_|$)|prefix_len|log_snr|conditioning|bias(_linear)?$|position_embedding|pattern"
+            r"|activation|anchor|offset|projector|mask_embed|embedding_size|target_hidden|draft_vocab|topk_context|tap_"
+            r"|residual(?!_(dropout|in_fp32))|parallel_att|clip_qkv|nope_|zero_cent|(^|_)act(_fn)?$|(^|_)eps(ilon)?$"
+            r"|local_att|att\w*_(mode|types?)$|mask_type$",
             (False, 0),
         ),
     )
 )
+_OF_DRAFTS = re.compile("(markov|confidence|dspark|dflash)_")  # at the top, among what no target has
 _QUANTISED = (
     "its weights are quantised, which cannot be read: take the checkpoint of the same draft that is not quantised, or "
     "dequantise it and delete the key"
@@ -50,12 +57,13 @@ def unfolded(config: Source, entry: Format) -> dict[str, Any]:
 
 def unknown_keys(config: Source, entry: Format) -> Iterator[str]:
     """Yield why a configuration cannot be read whose sections are unfolded: each key that must not be passed over."""
-    for section in (*entry.own, *entry.layers):
+    for section in dict.fromkeys(("", *entry.own, *entry.layers)):
         inside = look_up(config, section) if section else config
         for key, value in (inside if isinstance(inside, Mapping) else {}).items():
             place = f"{section}.{key}" if section else key
             known = place in entry.known or any(each.startswith(f"{place}.") for each in entry.known)
-            if not known and not _is_neutral(key, value, must_be_known=section in entry.own):
+            is_own = section in entry.own or bool(not section and _OF_DRAFTS.match(key))
+            if not known and (is_own or section in entry.layers) and not _is_neutral(key, value, is_own):
                 yield _unknown(place, key, value)
 
 

@@ -118,6 +118,7 @@ _DEEPSPEC_BLOCK = (
     Field("sample_from_anchor", read=lambda c: is_anchored(c, otherwise=True)),
 )
 _DEEPSPEC_COPIES = ("embed_tokens.weight", "lm_head.weight")
+_DEEPSPEC_TRAINING = ("confidence_head_alpha", "confidence_threshold")
 _DEEPSPEC_BASE = QWEN3_BASE | {"sliding_window": None, "use_sliding_window": False}
 
 DEEPSPEC_QWEN3 = Format(
@@ -142,6 +143,7 @@ DEEPSPEC_QWEN3 = Format(
     },
     copies=_DEEPSPEC_COPIES,
     layers=(),
+    harmless=_DEEPSPEC_TRAINING,
     engines=("deepspec", "llama.cpp", "vllm", "sglang"),
 )
 
@@ -209,6 +211,7 @@ DEEPSPEC_GEMMA4 = Format(
     },
     copies=_DEEPSPEC_COPIES,
     layers=(),
+    harmless=_DEEPSPEC_TRAINING,
     engines=("deepspec",),
 )
 
