@@ -84,6 +84,19 @@ def test_prompts_are_read_from_the_same_rows(spelling):
     assert token_ids(prompt, tokenizer) == token_ids(Prompt([ASKED]), tokenizer)
 
 
+@pytest.mark.parametrize("asked", ["instruction", "question", "prompt"])
+@pytest.mark.parametrize("more", ["input", "context"])
+def test_what_stands_beside_a_question_is_read_below_it(asked, more):
+    tokenizer = make_tokenizer()
+    row = tokenize_example({asked: "is", more: "it?", "answer": SAID["content"]}, tokenizer)
+    assert row == tokenize_example({"messages": [message("user", "is\n\nit?"), SAID]}, tokenizer)
+
+
+def test_a_message_of_a_tree_is_no_text_to_train_on():
+    with pytest.raises(ValueError, match="a text with a role is one message"):
+        tokenize_example({"text": "what is up", "role": "prompter", "parent_id": None}, make_tokenizer())
+
+
 SYSTEM = message("system", "be brief")
 IN_CONTEXT = {
     "system": {"system": "be brief", "messages": TWO_TURNS},
@@ -232,6 +245,7 @@ def test_an_answer_that_its_length_ended_has_no_end():
     ("columns", "expected"),
     [
         ({"weight": 0}, []), ({"weight": 1.0}, ENDED), ({"sample_weight": 0}, []), ({"label": False}, []),
+        ({"kto_tag": False}, []), ({"kto_tag": True}, ENDED),
         ({"label": True}, ENDED), ({"label": 3}, ENDED), ({"train_on_inputs": False}, ENDED),
         ({"mask_history": True}, "mask_history: True cannot"), ({"train_on_last_turn": 1}, "train_on_last_turn: 1"),
         ({"mask_history": False}, ENDED), ({"weight": 0.5}, "weight: 0.5 cannot be honoured"),

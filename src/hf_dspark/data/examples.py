@@ -168,6 +168,8 @@ def _prompt_and_completion(given: Mapping[str, Any], chat: Chat) -> Tokens:
 def _text(given: Mapping[str, Any], chat: Chat) -> Tokens:
     if not isinstance(given["text"], str):
         raise ValueError(f"text must be a string, got {shortened(given['text'])}")
+    if "role" in given:
+        raise ValueError("a text with a role is one message: gather those of a conversation in a column 'messages'")
     token_ids = chat.text_ids(given["text"])
     return token_ids, _within_answers(token_ids, [1] * len(token_ids), chat.answers_within(token_ids), chat, "")
 

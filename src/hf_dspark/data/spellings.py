@@ -31,7 +31,7 @@ _WISHES = dict.fromkeys(
     ("weight", "loss_weight", "loss_scale", "loss_mask", "train", "training", "trainable", "loss"), 1
 )
 _WISHES["masked"] = 0
-_ROW_WISHES = dict.fromkeys(("weight", "loss_weight", "loss_scale", "sample_weight"), 1)
+_ROW_WISHES = dict.fromkeys(("weight", "loss_weight", "loss_scale", "sample_weight", "kto_tag"), 1)
 # Wishes that cannot be honoured, and the one value that asks for nothing.
 _REFUSED = dict.fromkeys(("mask", "train_detail", "train_on_turn"))
 _ROW_REFUSED = {
@@ -52,10 +52,11 @@ def canonical(row: Mapping[str, Any]) -> dict[str, Any]:
     for name, others in COLUMNS.items():
         if found := [given[each] for each in (name, *others) if each in given]:
             given[name] = found[0]
-    if given.get("input") and "completion" not in given:  # Alpaca's: below the instruction
-        asked = "prompt" if given["question"] is given["input"] else "question"
-        if isinstance(given.get(asked), str):
-            given["question"] = given[asked] = f"{given[asked]}\n\n{given['input']}"
+    for name in ("input", "context"):  # Alpaca's and Dolly's: below the instruction
+        more = given.get(name)
+        asked = "prompt" if given.get("question", more) is more else "question"
+        if more and isinstance(more, str) and isinstance(given.get(asked), str) and "completion" not in given:
+            given["question"] = given[asked] = f"{given[asked]}\n\n{more}"
     if "chosen" in given and not isinstance(given["chosen"], str) and "messages" not in given:
         if not (messages := read_messages(given["chosen"])) or messages[0]["role"] != "assistant":
             given["messages"] = messages  # with the prompt
