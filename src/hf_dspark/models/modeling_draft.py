@@ -188,6 +188,8 @@ class DraftModel(PreTrainedModel):
         for name, weight in self.brought.items():
             self._adopt(name, weight)
         self.brought = {}
+        if getattr(self, "is_quantized", False):
+            _unpack_for_cpu(self)
         super().save_pretrained(save_directory, *args, **kwargs)
 
     def get_input_embeddings(self) -> nn.Module | None:
@@ -408,6 +410,15 @@ def _quantisation(given: Any, checkpoint: Checkpoint) -> BitsAndBytesConfig | No
     given = copy.deepcopy(given)
     given.llm_int8_skip_modules = sorted({*(given.llm_int8_skip_modules or ()), *_NOT_QUANTISED})
     return given
+
+
+def _unpack_for_cpu(model: nn.Module) -> None:
+    """Undo how bitsandbytes packs 4-bit weights at their first use on a CPU; it leaves their scales transposed."""
+    model.state_dict()
+    for module in model.modules():
+        state = getattr(getattr(module, "weight", None), "quant_state", None)
+        if state is not None and state.absmax.dim() == 2:
+            state.absmax = state.absmax.T.reshape(-1).float()
 
 
 def _refuse_other_files(kwargs: dict[str, Any]) -> None:
