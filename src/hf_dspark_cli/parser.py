@@ -52,17 +52,12 @@ def parse(words: Sequence[str]) -> Namespace:
         parser.error(f"there is no command {words[0]}; did you mean {near[0]}?")
     end = words.index("--") if "--" in words else len(words)  # after it, prompts may begin with dashes
     words = [*map(_with_underscores, words[:end]), *words[end:]]
+    if words and words[0] in parsers:
+        _require_known(parsers[words[0]], words[1:end], takes_more=words[0] == "train")
     options, unknown = parser.parse_known_args(words)
     options.trainer_words = unknown
-    known = set(parsers[options.command]._option_string_actions)
-    if options.command == "train" and unknown:
-        known |= _trainer_options()
-        names = ((word, word.partition("=")[0].replace("--no_", "--")) for word in unknown)
-        unknown = [word for word, name in names if name.startswith("--") and name not in known]
-    if unknown:
-        near = [match for word in unknown for match in get_close_matches(word.partition("=")[0], known, 1)]
-        hint = f"; did you mean {', '.join(near)}?" if near else ""
-        parsers[options.command].error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
+    if unknown and options.command != "train":
+        parsers[options.command].error(f"unrecognized arguments: {' '.join(unknown)}")
     for name in ("top_k", "top_p", "min_p"):
         if getattr(options, name, None) is not None and options.temperature == 0:
             parsers[options.command].error(f"--temperature 0 decodes greedily, which needs no --{name}: drop one")
@@ -70,6 +65,20 @@ def parse(words: Sequence[str]) -> Namespace:
     if shaped and options.draft is not None:
         parsers[options.command].error(f"--draft has its shape already: leave {', '.join(shaped)} out")
     return options
+
+
+def _require_known(parser: ArgumentParser, words: Sequence[str], takes_more: bool) -> None:
+    """Exit at options that there are not, before those are missed that there should be."""
+    known = set(parser._option_string_actions)
+    names = {word.partition("=")[0] for word in words if word.startswith("--")}
+    unknown = [name for name in names if not any(each.startswith(name) for each in known)]  # or shortened
+    if takes_more and unknown:
+        known |= _trainer_options()
+        unknown = [name for name in unknown if name.replace("--no_", "--") not in known]
+    if unknown:
+        near = [match for name in sorted(unknown) for match in get_close_matches(name, known, 1, 0.75)]
+        hint = f"; did you mean {', '.join(near)}?" if near else ""
+        parser.error(f"unrecognized arguments: {' '.join(sorted(unknown))}{hint}")
 
 
 def _trainer_options() -> set[str]:

@@ -92,7 +92,7 @@ def _next_commands(options: Namespace, calibrated: bool) -> str:
     commands = [
         f"calibrate {pair} --prompts_file held_out.jsonl --temperature 0",
         f"eval {pair} --prompts held_out.jsonl --compare --result_file {folder}/{RESULTS_FOLDER}/eval.json",
-        f"push {folder} user/name --license mit",
+        f"push {folder} user/name --license mit{' --target user/target' * Path(options.target).is_dir()}",
     ]
     hint = "" if options.eval_rows else "--eval_rows N shows tau before and after, on examples that are held out\n"
     return "\n  ".join([f"{hint}next:", *(f"{PROGRAM} {each}" for each in commands[not calibrated :])])

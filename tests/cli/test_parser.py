@@ -93,6 +93,8 @@ PAIR = "--target target --draft draft"
 WRONG = {
     "no command": ("", "required: COMMAND"),
     "unknown option": (f"generate {PAIR} --sead 9 up", "unrecognized arguments: --sead; did you mean --seed?"),
+    "misspelt option that is needed": ("generate --targt t --draft d up", "--targt; did you mean --target?"),
+    "option like no other": (f"generate {PAIR} --zzz up", "unrecognized arguments: --zzz (see"),
     "unknown option of a training": (
         "train --target target --train_file prompts.jsonl --output_dir o --learning_rat 1 --no_bf16",
         "unrecognized arguments: --learning_rat; did you mean --learning_rate?",

@@ -180,6 +180,11 @@ def test_from_target_reads_scales_and_manages_without_what_a_family_lacks(target
         assert "full_attention" not in config.rope_parameters
 
 
+def test_from_target_refuses_fields_that_there_are_not(target):
+    with pytest.raises(TypeError, match="DSparkConfig has no field block_sise; did you mean block_size?"):
+        DSparkConfig.from_target(target.config, block_sise=4)
+
+
 def test_from_target_refuses_encoder_decoders():
     with pytest.raises(ValueError, match="decoder-only causal LM, got the encoder-decoder 't5'"):
         DSparkConfig.from_target(T5Config())
@@ -263,3 +268,11 @@ def test_an_impossible_draft_top_k_that_is_set_later_is_refused_when_the_draft_m
     draft.config.draft_top_k = value
     with pytest.raises(ValueError, match=rf"draft_top_k must lie in \[1, 48\], or be None, got {value}"):
         target.generate(torch.tensor([[5]]), assistant_model=draft, max_new_tokens=4, do_sample=True)
+
+
+def test_a_draft_of_another_kind_names_its_class_and_a_draft_is_no_target(tmp_path):
+    small().save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="no Eagle3 draft: load it with DSparkDraftModel.from_pretrained"):
+        Eagle3Config.from_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="a target is needed, and this is a draft, of the model_type 'dspark'"):
+        DSparkDraftModel(small()).bind(DSparkDraftModel(small()))

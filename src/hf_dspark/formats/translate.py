@@ -12,7 +12,7 @@ from .fields import ASKED, OMIT, REASONS, Format, Rules, Source, TargetFacts, ha
 from .keys import read_from, unfolded, unknown_keys
 from .tables import ENGINE_REFUSALS, FORMAT_NAMES, FORMATS
 
-_CLASS_NAMES = {"dspark": "DSparkDraftModel", "dspark_eagle3": "Eagle3DraftModel"}
+CLASS_NAMES = {"dspark": "DSparkDraftModel", "dspark_eagle3": "Eagle3DraftModel"}
 
 
 def recognise(config: Source) -> Format | None:
@@ -126,7 +126,7 @@ def config_from_format(
         ours["embedding_norm"] = False
     if (dtype := look_up(config, "dtype", "torch_dtype")) is not None:
         ours["dtype"] = dtype
-    return ours | {"model_type": entry.model_type, "architectures": [_CLASS_NAMES[entry.model_type]]}
+    return ours | {"model_type": entry.model_type, "architectures": [CLASS_NAMES[entry.model_type]]}
 
 
 def config_to_format(config: PreTrainedConfig, entry: Format, facts: TargetFacts | None = None) -> dict[str, Any]:

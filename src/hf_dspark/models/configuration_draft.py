@@ -7,6 +7,7 @@ import dataclasses
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -18,7 +19,7 @@ from transformers.activations import ACT2FN
 from ..files import shortened
 from ..formats.checkpoint import HUB_ARGUMENTS, QUANTISATION, Checkpoint
 from ..formats.fields import ROPE_TYPES, full_attention_rope, of_full_attention
-from ..formats.translate import draft_model_type, places_of, read_draft_config
+from ..formats.translate import CLASS_NAMES, draft_model_type, places_of, read_draft_config
 from ..scheduling.calibration import LogitFits, check_logit_fits, check_temperatures
 from ..scheduling.tree_plans import SiblingAcceptance, usual_acceptance
 
@@ -274,9 +275,14 @@ class DraftConfig(PreTrainedConfig):
             overrides: Any field of the configuration.
 
         Raises:
-            TypeError: If this is neither.
+            TypeError: If this is neither, or there is no such field.
             ValueError: If the target is an encoder-decoder.
         """
+        fields = [field.name for field in dataclasses.fields(cls)]
+        if unknown := sorted(overrides.keys() - set(fields)):
+            near = get_close_matches(unknown[0], fields, 1)
+            hint = f"; did you mean {near[0]}?" if near else ""
+            raise TypeError(f"{cls.__name__} has no field {', '.join(unknown)}{hint}")
         text = of_full_attention(text_config(target_config))
         # A target without attention has no geometry to take over.
         num_heads = getattr(text, "num_attention_heads", None) or max(1, text.hidden_size // 64)
@@ -343,10 +349,12 @@ class DraftConfig(PreTrainedConfig):
         kwargs = {name: value for name, value in kwargs.items() if name not in _LOADER_ARGUMENTS}
         if draft_model_type(checkpoint.config) not in (cls.model_type, None):
             kind, found = cls.__name__.removesuffix("Config"), checkpoint.config
+            other = CLASS_NAMES.get(draft_model_type(found))
+            cure = f"pass one of model_type {cls.model_type!r}, or one that DeepSpec, speculators or SpecForge wrote"
             raise ValueError(
                 f"{checkpoint.name} holds a {found.get('model_type')!r} model (architectures "
-                f"{found.get('architectures')}), which is no {kind} draft: pass one of model_type {cls.model_type!r}, "
-                "or one that DeepSpec, speculators or SpecForge wrote"
+                f"{found.get('architectures')}), which is no {kind} draft: "
+                f"{cure if other is None else f'load it with {other}.from_pretrained'}"
             )
         return read_draft_config(checkpoint, sample_from_anchor=kwargs.get("sample_from_anchor")), kwargs
 

@@ -111,8 +111,9 @@ class DominoHead(VanillaMarkovHead):
         return F.silu(self.joint_proj(torch.cat([hidden, state], dim=-1))), state
 
 
-_CLASSES = (VanillaMarkovHead, GatedMarkovHead, RNNHead, SelectorHead, DominoHead)
-MARKOV_HEADS = dict(zip(MARKOV_HEAD_TYPES, _CLASSES, strict=True))
+MARKOV_HEADS = dict(
+    zip(MARKOV_HEAD_TYPES, (VanillaMarkovHead, GatedMarkovHead, RNNHead, SelectorHead, DominoHead), strict=True)
+)
 
 
 class Successors:

@@ -29,7 +29,7 @@ from ..scheduling.options import DecodingOptions
 from . import publisher
 from .block_attention import BlockLayout
 from .borrowing import Borrowed, input_device, lm_head_of, scale_inside
-from .configuration_draft import BITSANDBYTES_ALONE, SHAREABLE, target_scales, text_config
+from .configuration_draft import BITSANDBYTES_ALONE, SHAREABLE, DraftConfig, target_scales, text_config
 from .losses import BlockLosses, LossWeights, SlotLogits, block_losses
 from .slot_cache import SlotCache
 
@@ -444,6 +444,8 @@ def check_fits(config: PreTrainedConfig, target: PreTrainedModel | PreTrainedCon
     A draft that leaves the tapped layers to the target's depth learns them here.
     """
     text = text_config(target)
+    if isinstance(text, DraftConfig):
+        raise ValueError(f"a target is needed, and this is a draft, of the model_type {text.model_type!r}")
     if config.target_layer_ids is None:
         config.tap_by_depth(text.num_hidden_layers)
     # A checkpoint may not record its target's depth; then we only know that the last layer is not tapped.
