@@ -68,6 +68,7 @@ def test_a_round_takes_what_the_loop_takes_and_best_tokens_are_compared_as_if_th
 
 def test_drafts_that_grow_no_trees_are_measured_without(target, steady_clock):
     draft = Eagle3DraftModel(Eagle3Config.from_target(target.config, block_size=4))
+    draft.grows_trees = False
     table = profile_throughput(target, draft, (1, 2), (8, 9), repetitions=1).table
     assert (table.trees, table.best_trees) == ((), ())
 

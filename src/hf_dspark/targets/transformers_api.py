@@ -59,9 +59,11 @@ def is_users(cache: Any) -> bool:
 
 
 def own_step(target: PreTrainedModel) -> str | None:
-    """Return which method between two passes a user has replaced; code on the Hub copies them from transformers."""
+    """Return which method between two passes a user has replaced; code on the Hub copies them from transformers, and
+    PEFT's adds what only prompt tuning needs."""
     for name in ("prepare_inputs_for_generation", "_update_model_kwargs_for_generation"):
-        if not getattr(type(target), name).__module__.startswith(("transformers.", "transformers_modules.")):
+        module = getattr(getattr(type(target), name, None), "__module__", "transformers")
+        if module.split(".")[0] not in ("transformers", "transformers_modules", "peft"):
             return name
     return None
 
