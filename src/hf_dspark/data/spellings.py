@@ -69,7 +69,7 @@ def canonical(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def conversation(given: Mapping[str, Any], name: str) -> Messages:
-    """Return messages, or a user's, behind the `system` prompt and the `history` that a row gives apart."""
+    """Return messages, or a user's, after the `system` prompt and the `history` that a row gives apart."""
     is_text = name != "messages" and isinstance(given[name], str)
     messages = read_messages([{"role": "user", "content": given[name]}] if is_text else given[name])
     context, history = [], parsed(given.get("history") or [], "history")

@@ -1,7 +1,7 @@
 """EAGLE-3 drafts as EAGLE, SpecForge, SGLang, Model-Optimizer, AngelSlim and Automodel write them, flat, and as
 speculators does.
 
-Flat ones are alike but for names: the first layer is `midlayer` or `layers.0`, and all may stand behind `model.`. None
+Flat ones are alike but for names: the first layer is `midlayer` or `layers.0`, and all may follow `model.`. None
 says how many tokens to draft, most do not say which layers they tap. Those that do count outputs of layers from 0 on,
 speculators and vLLM from the embedding on.
 """
@@ -13,11 +13,11 @@ from transformers import PreTrainedConfig
 from .fields import (
     OMIT,
     ONLY_QWEN3_LAYERS,
-    PROPOSAL_METHOD,
     QWEN3_BASE,
     QWEN3_EMBEDDING,
     ROPE_PLACES,
     SPECULATORS_LAYERS,
+    SPECULATORS_WRITES,
     WINDOW_PLACES,
     Field,
     Format,
@@ -253,11 +253,7 @@ SPECULATORS = Format(
         Field("target_model_type", read=lambda c: None, write=OMIT),
     ),
     writes={
-        "speculators_config.verifier.architectures": lambda c, facts: facts.config.architectures,
-        "speculators_config.verifier.name_or_path": lambda c, facts: facts.name_or_path,
-        "speculators_config.proposal_methods": lambda c, facts: [
-            PROPOSAL_METHOD | {"speculative_tokens": c.block_size}
-        ],
+        **SPECULATORS_WRITES,
         _LAYERS + "layer_types": lambda c, facts: ["full_attention"] * c.num_hidden_layers if c.qk_norm else OMIT,
     },
     constants=_COMMON,

@@ -364,7 +364,12 @@ NO_WINDOW_FROM_ANCHOR = {
 # ---- what speculators writes for drafts of all kinds
 
 SPECULATORS_LAYERS = "transformer_layer_config."
-PROPOSAL_METHOD = {"proposal_type": "greedy", "accept_tolerance": 0.0, "verifier_accept_k": 1}
+_PROPOSAL_METHOD = {"proposal_type": "greedy", "accept_tolerance": 0.0, "verifier_accept_k": 1}
+SPECULATORS_WRITES: Mapping[str, Callable[[PreTrainedConfig, TargetFacts | None], Any]] = {
+    "speculators_config.verifier.architectures": lambda c, facts: facts.config.architectures,
+    "speculators_config.verifier.name_or_path": lambda c, facts: facts.name_or_path,
+    "speculators_config.proposal_methods": lambda c, facts: [_PROPOSAL_METHOD | {"speculative_tokens": c.block_size}],
+}
 
 
 def proposed_tokens(config: Source) -> Any:

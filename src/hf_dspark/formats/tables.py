@@ -17,13 +17,13 @@ from .fields import (
     OMIT,
     ONE_BIAS_FLAG,
     ONLY_QWEN3_LAYERS,
-    PROPOSAL_METHOD,
     QWEN3_BASE,
     QWEN3_EMBEDDING,
     QWEN3_LAYERS,
     REQUIRED,
     ROPE_PLACES,
     SPECULATORS_LAYERS,
+    SPECULATORS_WRITES,
     TARGET_DEPTH,
     TARGET_TYPE,
     WINDOW_PLACES,
@@ -334,11 +334,7 @@ SPECULATORS = Format(
     ),
     writes={
         _LAYERS + "use_sliding_window": lambda c, facts: slides(c),
-        "speculators_config.verifier.architectures": lambda c, facts: facts.config.architectures,
-        "speculators_config.verifier.name_or_path": lambda c, facts: facts.name_or_path,
-        "speculators_config.proposal_methods": lambda c, facts: [
-            PROPOSAL_METHOD | {"speculative_tokens": c.block_size}
-        ],
+        **SPECULATORS_WRITES,
     },
     constants=QWEN3_LAYERS,
     base=lambda facts: {

@@ -1,6 +1,7 @@
 """Configurations on their way between other projects' formats and ours, as dictionaries, by the table of formats."""
 
 import re
+from collections.abc import Mapping
 from typing import Any
 
 from transformers import PreTrainedConfig
@@ -161,10 +162,10 @@ def exports_of(config: PreTrainedConfig) -> dict[str, tuple[tuple[str, ...], str
     return found
 
 
-def not_exported(config: PreTrainedConfig) -> str:
-    """Return why foreign formats cannot hold a draft, those of one reason together; an empty text if all can."""
+def not_exported(exports: Mapping[str, tuple[tuple[str, ...], str]]) -> str:
+    """Return of what [`exports_of`] found why formats are none, those of one reason together; else an empty text."""
     by_reason: dict[str, list[str]] = {}
-    for name, (_, reason) in exports_of(config).items():
+    for name, (_, reason) in exports.items():
         by_reason.setdefault(reason, []).append(name)
     return ". ".join(f"{', '.join(names)}: {reason}" for reason, names in by_reason.items() if reason)
 

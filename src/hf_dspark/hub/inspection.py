@@ -10,6 +10,7 @@ import torch
 
 from ..files import shortened
 from ..formats.checkpoint import Checkpoint
+from ..formats.fields import Format
 from ..formats.keys import read_from
 from ..formats.tables import OURS
 from ..formats.translate import exports_of, not_exported, recognise, stored_names
@@ -82,7 +83,7 @@ def inspect_draft(
         config, _ = read_with_copies(checkpoint, target, sample_from_anchor)
         for field in config.shareable.values():  # as if copies of the target's, with which nothing was compared
             setattr(config, field, False)
-        found |= _described(config, checkpoint)
+        found |= _described(config, checkpoint, entry)
         if target is not None:
             facts = target_facts(target)
             check_fits(config, facts.config)
@@ -92,8 +93,7 @@ def inspect_draft(
     return DraftReport(checkpoint.name, found)
 
 
-def _described(config: DraftConfig, checkpoint: Checkpoint) -> dict[str, Any]:
-    entry = recognise(checkpoint.config)
+def _described(config: DraftConfig, checkpoint: Checkpoint, entry: Format | None) -> dict[str, Any]:
     places, ignored = ({}, ()) if entry is None else read_from(checkpoint.config, entry)
     layout = {True: "from the anchor", False: "filled in"}.get(getattr(config, "sample_from_anchor", None))
     head = f"{getattr(config, 'markov_head_type', None)} head of rank {config.markov_rank}"
@@ -108,7 +108,8 @@ def _described(config: DraftConfig, checkpoint: Checkpoint) -> dict[str, Any]:
     if config.target_layer_ids is None:
         taps = f"reads {config.num_taps} layers, by its target's depth"
     stored, unless = stored_names(checkpoint), " (used unless it is the target's)"
-    runs = () if entry is None else exports_of(config).get(entry.name, ((), ""))[0]
+    exports = exports_of(config)
+    runs = () if entry is None else exports.get(entry.name, ((), ""))[0]
     return {
         "kind": [what for what, is_there in kind.items() if is_there],
         "layers": f"{width}{windows}, rope {rope.get('rope_type', 'default')} with theta {rope['rope_theta']:g}",
@@ -118,8 +119,8 @@ def _described(config: DraftConfig, checkpoint: Checkpoint) -> dict[str, Any]:
         "read": [f"{ours} from {place}" for ours, place in places.items()],
         "ignored": [f"{place}: no layer reads it" for place in ignored],
         "runs in": [OURS, *runs],
-        "converts to": [f"{name} ({'; '.join(able)})" for name, (able, _) in exports_of(config).items() if able],
-        "but not to": not_exported(config),
+        "converts to": [f"{name} ({'; '.join(able)})" for name, (able, _) in exports.items() if able],
+        "but not to": not_exported(exports),
     }
 
 

@@ -143,9 +143,8 @@ class CachedPass:
     is_causal: bool = False
     # Of nodes of trees: which slots each row sees, [R, width, keys]; there are no sliding layers then.
     sees: torch.Tensor | None = None
-    masks: dict[SlidingWindow | None, torch.Tensor | None] = field(
-        default_factory=dict
-    )  # for all layers, folded without sinks
+    # For all layers, folded without sinks.
+    masks: dict[SlidingWindow | None, torch.Tensor | None] = field(default_factory=dict)
 
     def position_ids(self, device: torch.device) -> torch.Tensor:
         return torch.cat([layout.position_ids(device) for layout in self.written], dim=1)

@@ -244,12 +244,16 @@ class DraftModel(PreTrainedModel):
         return copies | self.brought
 
     def add_own_weights(self) -> None:
-        """Make the embedding and the LM head that the config says are the draft's own, frozen as a target's."""
+        """Make the embedding and the LM head that the config says are the draft's own, frozen as a target's, and the
+        tokens of a pruned vocabulary."""
         size, config = self.config.hidden_size, self.config
         if config.own_embedding and self.embed_tokens is None:
             self.embed_tokens = nn.Embedding(config.vocab_size, size).requires_grad_(False)
         if self.lm_head is None and (config.own_lm_head or config.draft_vocab_size is not None):
             self.lm_head = nn.Linear(size, config.num_draft_tokens, bias=False).requires_grad_(False)
+        if config.draft_vocab_size is not None and not hasattr(self, "d2t"):
+            # As other projects keep it: draft id i is the target's token i + d2t[i].
+            self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.long))
 
     def _adopt(self, name: str, weight: torch.Tensor) -> None:
         """Make a weight one of the draft's own."""

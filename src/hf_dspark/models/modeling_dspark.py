@@ -93,9 +93,6 @@ class DSparkDraftModel(DraftModel):
         self.layers = nn.ModuleList(DSparkLayer(config, index) for index in range(config.num_hidden_layers))
         self.norm = DSparkRMSNorm(hidden_size, eps)
         self.add_own_weights()
-        if config.draft_vocab_size is not None:
-            # As speculators keeps it: draft id i is the target's token i + d2t[i].
-            self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.long))
         self.markov_head = MARKOV_HEADS[config.markov_head_type](config) if config.markov_rank else None
         self.confidence_head = ConfidenceHead(config) if config.enable_confidence_head else None
         self.rotary = DSparkRotaryEmbedding(config)

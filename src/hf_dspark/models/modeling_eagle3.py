@@ -129,17 +129,13 @@ class Eagle3DraftModel(DraftModel):
         self.layers = nn.ModuleList(Eagle3Layer(config, index) for index in range(config.num_hidden_layers))
         self.norm = DSparkRMSNorm(size, eps)
         self.add_own_weights()
-        if config.draft_vocab_size is not None:
-            # As other projects keep it: draft id i is the target's token i + d2t[i].
-            self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.long))
         self.rotary = DSparkRotaryEmbedding(config)
         self.post_init()
 
     @classmethod
     def read_tensors(cls, config: Eagle3Config, checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
-        if config.draft_vocab_size is None and "d2t" in stored_names(
-            checkpoint
-        ):  # some number a whole vocabulary anew
+        # Some number a whole vocabulary anew.
+        if config.draft_vocab_size is None and "d2t" in stored_names(checkpoint):
             config.draft_vocab_size = config.vocab_size
         return super().read_tensors(config, checkpoint)
 

@@ -417,9 +417,10 @@ def _draft_to_train(model: DraftModel | str, args: DSparkTrainingArguments) -> D
             "a draft with a pruned vocabulary gives some tokens no probability, so its cross-entropy to the target's "
             f"distribution is infinite: set soft_cross_entropy_weight=0, got {args.soft_cross_entropy_weight}"
         )
-    if not any(engines for engines, _ in exports_of(draft.config).values()):
+    exports = exports_of(draft.config)
+    if not any(engines for engines, _ in exports.values()):
         warnings.warn(
-            f"only hf_dspark will run this draft, as no other format can hold it. {not_exported(draft.config)}",
+            f"only hf_dspark will run this draft, as no other format can hold it. {not_exported(exports)}",
             stacklevel=3,
         )
     return draft
