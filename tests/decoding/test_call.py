@@ -237,19 +237,19 @@ def test_nucleus_sampling_may_need_the_whole_vocabulary_at_some_slots(target, dr
     assert output.shape[0] == len(prompts) and draft.last_stats.rounds > 0
 
 
-def test_scores_logits_and_hidden_states_of_a_batch_are_those_of_each_row(target, draft, prompts):
+def test_scores_logits_and_hidden_states_of_a_batch_are_those_of_plain_decoding(target, draft, prompts):
     ask = {"return_dict_in_generate": True, "output_scores": True, "output_logits": True, "output_hidden_states": True}
-    batch, options = padded(prompts), GREEDY | {"repetition_penalty": 1.2}
-    together = target.generate(**batch, assistant_model=draft, **options, **ask)
-    width = batch["input_ids"].shape[1]
-    for row, prompt in enumerate(prompts):
-        single = target.generate(torch.tensor([prompt]), **options, **ask)
-        for step in range(len(single.scores)):
-            torch.testing.assert_close(together.scores[step][row], single.scores[step][0], atol=1e-4, rtol=1e-4)
-            torch.testing.assert_close(together.logits[step][row], single.logits[step][0], atol=1e-4, rtol=1e-4)
-            for ours, theirs in zip(together.hidden_states[step], single.hidden_states[step], strict=True):
-                torch.testing.assert_close(ours[row, -theirs.shape[1] :], theirs[0], atol=1e-4, rtol=1e-4)
-                assert ours.shape[1] == (width if step == 0 else 1)
+    options = padded(prompts) | GREEDY | {"repetition_penalty": 1.2}
+    plain, assisted = (target.generate(**options, **ask, **own) for own in ({}, {"assistant_model": draft}))
+    assert len(assisted.scores) == len(plain.scores) == GREEDY["max_new_tokens"]
+    is_token = [options["attention_mask"].bool()] + [torch.ones(len(prompts), 1, dtype=torch.bool)] * len(plain.scores)
+    for step in range(len(plain.scores)):
+        torch.testing.assert_close(assisted.scores[step], plain.scores[step], atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(assisted.logits[step], plain.logits[step], atol=1e-4, rtol=1e-4)
+        for ours, theirs in zip(assisted.hidden_states[step], plain.hidden_states[step], strict=True):
+            assert ours.shape == theirs.shape
+            read = is_token[step]
+            torch.testing.assert_close(ours[read], theirs[read], atol=1e-4, rtol=1e-4)
 
 
 def test_truncated_scores_are_those_of_the_warpers(target, draft, prompts):

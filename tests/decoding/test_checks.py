@@ -355,11 +355,21 @@ def test_lengths_may_be_floats_as_in_plain_decoding(target, draft, prompts, limi
 @pytest.mark.parametrize("texts", [1, 3])
 def test_a_users_processor_of_other_texts_keeps_them(target, draft, prompts, processor, texts):
     batch = padded(prompts[:3])
-    others = target.generate(**batch, **GREEDY)[:texts, batch["input_ids"].shape[1] :]  # what would be said
-    options = GREEDY | {"logits_processor": LogitsProcessorList([processor(0.2, others)])}
-    plain = target.generate(**batch, **options)
-    assert not torch.equal(plain, target.generate(**batch, **GREEDY))
-    assert torch.equal(target.generate(**batch, assistant_model=draft, **options), plain)
+    width = batch["input_ids"].shape[1]
+    usual = target.generate(**batch, **GREEDY)[:, width:]
+    others = usual[:texts]  # what would be said
+
+    def options(own):
+        return GREEDY | {"logits_processor": LogitsProcessorList([processor(0.2, own)])}
+
+    # Row by row: releases before 5.19 process the first row alone where several share a text.
+    plain = [
+        target.generate(torch.tensor([prompt]), **options(others[[row % texts]]))[0, len(prompt) :]
+        for row, prompt in enumerate(prompts[:3])
+    ]
+    assert not torch.equal(torch.stack(plain), usual)
+    assisted = target.generate(**batch, assistant_model=draft, **options(others))
+    assert torch.equal(assisted[:, width:], torch.stack(plain))
 
 
 @pytest.mark.parametrize(
