@@ -35,6 +35,7 @@ HEADS = {
     "rnn": {"markov_head_type": "rnn"},
     "hidden_only_confidence": {"confidence_head_with_markov": False},
     "draft_top_k": {"draft_top_k": 2},
+    "headless": {"enable_confidence_head": False, "confidence_head_with_markov": False},
     "fill_in": {"markov_head_type": "rnn", "sample_from_anchor": False},
     "pruned": {"draft_vocab_size": 2},
     "dflash2": {"markov_head_type": "selector", "draft_top_k": 2, "conv_kernel_size": 2, "conv_group_size": 4},
@@ -47,16 +48,19 @@ HEADS = {
 class EnumeratingSampler(ChainSampler):
     """Returns given tokens with the distribution that the real sampler would have drawn them from."""
 
-    def __init__(self, tokens, processors):
+    def __init__(self, tokens, processors, lacks_head=False):
         super().__init__()
         request = Request(0, PROMPT[0], 99, processors, StopRule(StoppingCriteriaList()))
         self.tokens = tokens
-        self.real = Chains([request], DraftProcessor(processors, VOCAB), torch.zeros(1, len(tokens)))
+        self.real = Chains([request], DraftProcessor(processors, VOCAB), torch.zeros(1, len(tokens)), lacks_head)
 
     def draw(self, logits, candidate_ids):
         self.real.token_ids = self.token_ids
         _, distribution = self.real.draw(logits, candidate_ids)
         return torch.tensor([self.tokens[len(self.token_ids)]]), distribution
+
+    def finish(self, confidence_logits=None):
+        return super().finish(self.real.expected_logits(confidence_logits))
 
 
 def make_pair(make_target, gamma=2, seed=0, **overrides):
@@ -176,7 +180,7 @@ def each_block(target, draft, processors):
         target(PROMPT[:, :-1])
         features = capture.take(draft.device, draft.dtype)
     for path in itertools.product(range(VOCAB), repeat=draft.config.block_size):
-        sampler = EnumeratingSampler(path, processors)
+        sampler = EnumeratingSampler(path, processors, not draft.config.enable_confidence_head)
         yield path, draft.draft_block(PROMPT[:, -1], features, SlotCache(), sampler, committed_ids=PROMPT[0, 1:])
 
 

@@ -28,10 +28,10 @@ from transformers.masking_utils import sdpa_mask
 
 from benchmarks.policy_baselines import EliminationScheduler, GlobalScheduler
 from hf_dspark import (
+    ConfidenceThreshold,
     DecodingOptions,
     DSparkConfig,
     DSparkDraftModel,
-    Scheduler,
     decode_with,
     generate_many,
 )
@@ -451,14 +451,22 @@ def test_global_search_is_welcome_when_the_head_reads_no_token(make_target, make
     assert draft.last_stats.rounds > 0
 
 
-def test_options_that_need_confidences_need_a_confidence_head(target, prompt_ids):
+@pytest.mark.parametrize("how", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+def test_drafts_without_a_confidence_head_are_cut_by_what_their_distributions_say(target, prompt_ids, how):
     draft = DSparkDraftModel(DSparkConfig.from_target(target.config, markov_rank=4, enable_confidence_head=False))
-    with pytest.raises(ValueError, match="confidence head"):
-        target.generate(prompt_ids[0], assistant_model=draft, assistant_confidence_threshold=0.5, **GREEDY)
-    for policy in (Scheduler(TABLE), GlobalScheduler(TABLE)):
-        draft.decoding = DecodingOptions(policy=policy)
-        with pytest.raises(ValueError, match="needs a draft with a confidence head"):
-            target.generate(prompt_ids[0], assistant_model=draft, **GREEDY)
+    seen = []
+    draft.decoding = DecodingOptions(policy=ConfidenceThreshold(0.01), observer=seen.append)
+    output = target.generate(prompt_ids[0], assistant_model=draft, **how)
+    drafted = [outcome for outcome in seen if outcome.drafted]
+    assert all(each.confidence.shape == each.drafts.token_ids.shape for each in drafted)
+    assert drafted and all(bool(((0 < each.confidence) & (each.confidence < 1)).all()) for each in drafted)
+    draft.decoding = DecodingOptions(policy=GlobalScheduler(TABLE))
+    if how is GREEDY:
+        assert torch.equal(output, target.generate(prompt_ids[0], **how))
+        target.generate(prompt_ids[0], assistant_model=draft, **how)
+    else:
+        with pytest.raises(ValueError, match="not causal with this draft"):
+            target.generate(prompt_ids[0], assistant_model=draft, **how)
 
 
 def test_temperatures_set_by_hand_and_domains_are_checked(target, draft, prompt_ids):

@@ -68,9 +68,7 @@ HEADS = {
     "eagle3": None,
 }
 MATRIX = {
-    f"{head}-{name}": (head, policy)
-    for head in HEADS
-    for name, policy in (OF_ANY_DRAFT | (OF_CONFIDENCE if head in ("vanilla", "gated", "rnn") else {})).items()
+    f"{head}-{name}": (head, policy) for head in HEADS for name, policy in (OF_ANY_DRAFT | OF_CONFIDENCE).items()
 }
 
 

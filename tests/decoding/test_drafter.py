@@ -125,7 +125,8 @@ def test_a_shorter_block_is_the_beginning_of_a_whole_one(make_target, head):
     """The same tokens, by the same distributions, with the same confidences: only what cannot be sent is left out."""
     target, draft = make_pair(make_target, gamma=3, **head)
     features = torch.randn(1, 4, len(draft.config.target_layer_ids) * draft.config.hidden_size)
-    samplers = [EnumeratingSampler((0, 2, 1), LogitsProcessorList()) for _ in range(2)]
+    headless = not draft.config.enable_confidence_head
+    samplers = [EnumeratingSampler((0, 2, 1), LogitsProcessorList(), headless) for _ in range(2)]
     whole, short = (
         draft.draft_block(PROMPT[:, -1], features, SlotCache(), sampler, num_tokens=count)
         for sampler, count in zip(samplers, (None, 2), strict=True)

@@ -21,7 +21,7 @@ from hf_dspark import (
 from hf_dspark.decoding.tree_drafting import Chains
 from hf_dspark.models import modeling_dspark
 from hf_dspark.sampling.distributions import TokenDistribution, residual_distribution
-from hf_dspark.sampling.drafts import DraftBlock
+from hf_dspark.sampling.drafts import ChainSampler, DraftBlock
 from hf_dspark.sampling.verification import verify_chains
 from hf_dspark.scheduling.costs import ThroughputTable
 from tests.distributions import (
@@ -30,6 +30,7 @@ from tests.distributions import (
     PROMPT,
     ROUNDING,
     VOCAB,
+    EnumeratingSampler,
     TargetDistribution,
     chi_square_p_value,
     distance_from_target,
@@ -65,9 +66,25 @@ def test_round_leaves_the_target_distribution_unchanged_at_gamma_three(make_targ
     assert distance_from_target(*make_pair(make_target, gamma=3, seed=3), ConfidenceThreshold(0.4)) < ROUNDING
 
 
-def test_threshold_really_cuts_in_the_enumerated_rounds(make_target):
-    blocks = each_block(*make_pair(make_target), LogitsProcessorList())
-    assert {planned_length(ConfidenceThreshold(0.5), block) for _, block in blocks} == {1, 2}
+@pytest.mark.parametrize(("head", "threshold"), [("vanilla", 0.5), ("headless", 0.4)])
+def test_threshold_really_cuts_in_the_enumerated_rounds(make_target, head, threshold):
+    blocks = each_block(*make_pair(make_target, **HEADS[head]), LogitsProcessorList())
+    assert {planned_length(ConfidenceThreshold(threshold), block) for _, block in blocks} == {1, 2}
+
+
+def test_confidences_of_the_drawn_tokens_are_caught(make_target, monkeypatch):
+    """Without a head, confidences follow from distributions before the draw. What was drawn must not enter."""
+
+    def of_drawn_tokens(self, confidence_logits=None):
+        drawn = torch.stack(self.token_ids, dim=1)[:, :, None]
+        return ChainSampler.finish(
+            self, TokenDistribution.stack(self._distributions).probability(drawn)[..., 0].logit()
+        )
+
+    pair, policy = make_pair(make_target, **HEADS["headless"]), ConfidenceThreshold(0.4)
+    assert distance_from_target(*pair, policy) < ROUNDING
+    monkeypatch.setattr(EnumeratingSampler, "finish", of_drawn_tokens)
+    assert distance_from_target(*pair, policy) > 0.01
 
 
 @pytest.mark.parametrize("kept", [1, 0], ids=["after_eos", "before_eos"])

@@ -442,14 +442,15 @@ def test_a_conversation_goes_on_with_the_whole_context(target, draft, watch, tur
 
 @pytest.mark.parametrize("processors", [[], [TopKLogitsWarper(2)]], ids=["none", "top_k"])
 @pytest.mark.parametrize("candidates", ["all", "the_best", "the_worst"])
-def test_round_leaves_the_target_distribution_unchanged(make_target, monkeypatch, candidates, processors):
+@pytest.mark.parametrize("policy", [FullBlock(), ConfidenceThreshold(0.4)], ids=["full", "threshold"])
+def test_round_leaves_the_target_distribution_unchanged(make_target, monkeypatch, candidates, processors, policy):
     target = make_target(vocab_size=3, pad_token_id=None)
     draft = make_eagle3(target, block_size=3, draft_top_k=None if candidates == "all" else 2)
     if candidates == "the_worst":
         monkeypatch.setattr(modeling_eagle3, "largest", lambda logits, count: logits.topk(count, largest=False))
     processors = LogitsProcessorList(processors)
     truth = extend(TargetDistribution(target, processors), {(): 1.0}, 4)
-    assert total_variation(output_distribution(target, draft, FullBlock(), processors), truth) < ROUNDING
+    assert total_variation(output_distribution(target, draft, policy, processors), truth) < ROUNDING
 
     def flattened(block):
         return torch.full((3, 3), 1.0 / 3, dtype=torch.double)
@@ -533,17 +534,12 @@ def test_config_takes_the_facts_of_the_target():
 
 def test_what_the_draft_cannot_do_is_refused_before_any_work(make_target, target, draft):
     options = GREEDY | {"inputs": torch.tensor(PROMPTS[:1]), "assistant_model": draft}
-    with pytest.raises(ValueError, match="needs a draft with a confidence head"):
-        target.generate(assistant_confidence_threshold=0.5, **options)
     with pytest.raises(ValueError, match="no confidence head"):
         collect_rounds(target, draft, [PROMPTS[0]])
     with pytest.raises(ValueError, match=r"vocab_size: draft 48, target 50.*Eagle3Config\.from_target"):
         make_target(vocab_size=50).generate(**options)
     with pytest.raises(ValueError, match="pass committed_ids"):
         draft.draft_block(torch.tensor([1]), torch.zeros(1, 3, 64), SlotCache(), ChainSampler())
-    draft.decoding = DecodingOptions(policy=ConfidenceThreshold(0.5))
-    with pytest.raises(ValueError, match="needs a draft with a confidence head"):
-        target.generate(**options)
 
 
 def test_costs_are_measured_and_not_taken_for_those_of_a_parallel_draft(target, draft, make_draft):

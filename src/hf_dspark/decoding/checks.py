@@ -93,13 +93,12 @@ def policy_obstacles(
 ) -> list[str]:
     """Return why the draft cannot serve a policy, or why that would bias sampled output."""
     name, drafter, looks_up = type(policy).__name__, type(draft).__name__, not draft.drafts_blocks
-    lacks_head = policy.requires_confidence and not draft.config.enable_confidence_head and not looks_up
-    looks_ahead = not policy.is_causal(draft.config.confidence_head_with_markov) and not policy.accept_bias
+    # Without a head, confidences follow from distributions, which read the tokens before them.
+    reads_tokens = draft.config.confidence_head_with_markov or not draft.config.enable_confidence_head
+    looks_ahead = not policy.is_causal(reads_tokens) and not policy.accept_bias
     chain = f"num_assistant_tokens={max_drafts}" if max_drafts is not None else name * (policy.most_nodes == 0)
     return _present(
         {
-            f"{name} needs a draft with a confidence head; this one has none (config.enable_confidence_head is "
-            "False). Use FullBlock, and leave assistant_confidence_threshold unset.": lacks_head,
             f"{name} is not causal with this draft: whether it verifies a token depends on confidences computed from "
             "that token, so sampled output would not follow the target's distribution (DSpark, Appendix A). Use "
             "Scheduler, decode greedily, or set accept_bias on the policy.": do_sample and looks_ahead,

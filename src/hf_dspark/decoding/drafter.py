@@ -133,7 +133,8 @@ class Drafter:
         load: Load,
     ) -> DraftBlock:
         uniforms = None if noise is None else to_device(noise.draft_uniforms, self.draft.device)
-        block = self._read(requests, Chains(requests, self._processor, uniforms), num_tokens)
+        lacks_head = self.policy.requires_confidence and not self.draft.config.enable_confidence_head
+        block = self._read(requests, Chains(requests, self._processor, uniforms, lacks_head), num_tokens)
         confidence, broken = [], block.broken
         if block.confidence_logits is not None:
             fits = None if self._confidence_fits is None else self._confidence_fits[:num_tokens]

@@ -15,7 +15,7 @@ from ..sampling.drafts import ChainSampler, DraftBlock, DraftTree, DraftTrees, S
 from ..sampling.transfers import to_device, to_host
 from ..scheduling.calibration import calibrated_confidence
 from ..scheduling.prompt_lookup import LookupMatch
-from ..scheduling.tree_plans import MOST_SIBLINGS, SiblingAcceptance, TreePlan
+from ..scheduling.tree_plans import LEAST_PROBABILITY, MOST_SIBLINGS, SiblingAcceptance, TreePlan
 from .logits_processing import DraftProcessor
 from .request import Request
 
@@ -23,12 +23,23 @@ Child = tuple[int, int, float, float, float]  # number of its parent in the leve
 
 
 class Chains(ChainSampler):
-    """Draws a chain for each request, by the noise `[R, γ]`; without it, the arg-max."""
+    """Draws a chain for each request, by the noise `[R, γ]`; without it, the arg-max.
 
-    def __init__(self, requests: Sequence[Request], processor: DraftProcessor, uniforms: torch.Tensor | None) -> None:
+    `lacks_head` asks for confidences that follow from the distributions alone, before they are drawn from: what a
+    draft that is right would expect, the sum of squares, and of the arg-max its probability.
+    """
+
+    def __init__(
+        self,
+        requests: Sequence[Request],
+        processor: DraftProcessor,
+        uniforms: torch.Tensor | None,
+        lacks_head: bool = False,
+    ) -> None:
         super().__init__()
         self.requests = requests
-        self._processor, self._uniforms = processor, uniforms
+        self._processor, self._uniforms, self._lacks_head = processor, uniforms, lacks_head
+        self._expected: list[torch.Tensor] = []  # acceptance of each level, [R]
         self._checked: list[torch.Tensor] = []  # of each level, what shows that there was no distribution
 
     def draw(
@@ -44,8 +55,12 @@ class Chains(ChainSampler):
             # The best score is NaN if any is.
             best = scores.values if scores.candidate_ids is not None else scores.values.gather(-1, token_ids[:, None])
             self._checked.append(best)
+            if self._lacks_head:
+                self._expected.append((best[:, 0] - scores.values.logsumexp(dim=-1)).exp())
             return token_ids, None
         distribution = scores.distribution()
+        if self._lacks_head:
+            self._expected.append(distribution.probs.square().sum(dim=-1))
         token_ids = draw(distribution, self._uniforms[:, len(self.token_ids)])
         self._checked.append(token_ids)
         return token_ids.clamp_min(0), distribution
@@ -53,7 +68,13 @@ class Chains(ChainSampler):
     def finish(self, confidence_logits: torch.Tensor | None = None) -> DraftBlock:
         checked = torch.stack(self._checked, dim=1)
         broken = checked.isnan().any(dim=-1) if self._uniforms is None else checked < 0
-        return replace(super().finish(confidence_logits), broken=broken)
+        return replace(super().finish(self.expected_logits(confidence_logits)), broken=broken)
+
+    def expected_logits(self, confidence_logits: torch.Tensor | None = None) -> torch.Tensor | None:
+        """Return the logits of c_k, `[R, γ]`: those of a head, if there is one."""
+        if not self._lacks_head:
+            return confidence_logits
+        return torch.stack(self._expected, dim=1).logit(LEAST_PROBABILITY)
 
 
 @dataclass

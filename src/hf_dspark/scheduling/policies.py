@@ -27,7 +27,8 @@ class Policy:
     this one drafts always and verifies everything.
 
     Attributes:
-        requires_confidence (`bool`): Whether `plan_verify` needs a draft with a confidence head.
+        requires_confidence (`bool`): Whether `plan_verify` needs confidences. A draft without a confidence head then
+            gives what follows from its distributions, known before the draw.
         accept_bias (`bool`): Whether the user lets a policy that is not causal run on sampled drafts, as an
             experiment.
         most_nodes (`int`): Nodes of a request's tree at most; 0 if it never plans trees.
@@ -140,7 +141,7 @@ class ConfidenceThreshold(Policy):
         cumulative (`bool`): Compare the survival (the product of the confidences so far) instead of c_k.
 
     Raises:
-        ValueError: If the threshold is outside [0, 1], or the draft has no confidence head.
+        ValueError: If the threshold is outside [0, 1].
 
     Example:
 
