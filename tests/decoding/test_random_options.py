@@ -6,8 +6,10 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from hypothesis import HealthCheck, given, note, reject, settings
 from hypothesis import strategies as st
+from packaging.version import Version
 from transformers import (
     DynamicCache,
     LogitsProcessor,
@@ -159,6 +161,8 @@ def test_any_options_give_the_tokens_of_plain_decoding(pairs, prompts, options, 
     if options["do_sample"]:
         options["top_k"] = 1
     kept = {name: value for name, value in options.items() if options["do_sample"] or name not in OF_SAMPLING}
+    if Version(transformers.__version__) < Version("5.19"):  # gives a prompt's text to one of its sequences alone
+        kept.pop("num_return_sequences" if "encoder_repetition_penalty" in kept else "", None)
     if door == "transformers":  # refuses what it would get wrong
         prompts = prompts[:1]
         kept = {name: each for name, each in kept.items() if name not in ("stopping_criteria", "num_return_sequences")}

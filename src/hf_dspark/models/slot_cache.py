@@ -351,7 +351,9 @@ class SlotCache(Cache):
     batch_repeat_interleave = batch_select_indices = reorder_cache = crop
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        return max(self._lengths)
+        # Mllama's layers for images ask whether they have seen any; a recurrent first layer is asked for all.
+        keeps_nothing = layer_idx > 0 and (layer_idx, "keys") not in self._stores
+        return 0 if keeps_nothing else max(self._lengths)
 
     def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
         """Tell whether anything is committed. Targets ask in order to drop a mask, which packed rows do not have."""

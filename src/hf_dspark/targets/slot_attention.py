@@ -28,6 +28,7 @@ class _Pass:
     """The forward pass that is running, and the masks its layers share."""
 
     layout: SlotLayout
+    ignores_caps: bool = False  # as the target's own attention does
     # Each mask is folded once, and kept so that its id is not used again.
     folded: dict[tuple[int, int], tuple[torch.Tensor | None, ...]] = field(default_factory=dict)
 
@@ -67,6 +68,10 @@ def slot_attention(
         )
     running = _running_pass()
     layout, rows = running.layout, running.layout.to_rows(query)
+    if attention_mask is None:
+        attention_mask = slot_mask(device=key.device)  # the target may have asked for none
+    if running.ignores_caps:
+        softcap = None
     causal = attention_mask is None and layout.width > 1
     if layout.singly:
         attended = _attend_singly(rows, key, value, attention_mask, scaling, softcap, s_aux)
@@ -101,16 +106,16 @@ def slot_mask(
 ) -> torch.Tensor | None:
     """Return what the target's mask function says of positions and slots, `[R, 1, width, slots]`; `None`: causal."""
     layout = _running_pass().layout
+    starts_empty = not any(layout.starts) and layout.width > 1
+    sees_all = layout.width == 1 and layout.num_rows == 1
+    if layout.parents is None and mask_function is causal_mask_function and (starts_empty or sees_all):
+        return None
     zero = torch.zeros((), dtype=torch.long, device=device)  # only padding would tell rows apart, and there is none
     if layout.parents is not None:
         positions = layout.row_positions(torch.device(device))
         key_positions, visible = layout.slots_of_trees(torch.device(device))
         asked = mask_function(zero, zero, positions[:, None, :, None], key_positions[:, None, None])
         return asked & visible[:, None]
-    starts_empty = not any(layout.starts) and layout.width > 1
-    sees_all = layout.width == 1 and layout.num_rows == 1
-    if mask_function is causal_mask_function and (starts_empty or sees_all):
-        return None
     positions = layout.row_positions(torch.device(device))[:, None, :, None]
     positions = positions.clamp(max=layout.end - 1)  # columns without a token: some masks look their positions up
     slots = torch.arange(layout.end, device=device)[None, None, None]
@@ -158,7 +163,8 @@ class PackedTarget:
             config._attn_implementation = NAME
         if self._capture is not None:
             self._capture.attach()
-        _running.set(_Pass(layout))
+        # Before transformers 5.21 its `sdpa` took models that cap their scores, and left the caps out.
+        _running.set(_Pass(layout, {implementation for _, implementation in originals} == {"sdpa"}))
 
     def restore(self) -> None:
         _running.set(None)
