@@ -27,7 +27,7 @@ _COMPUTING = tuple(
             r"|norm(?!_topk)|(^|_)shift(_|$)|prefix_len|log_snr|conditioning|bias(_linear)?$|position_embedding|pattern"
             r"|activation|anchor|offset|projector|mask_embed|embedding_size|target_hidden|draft_vocab|topk_context|tap_"
             r"|residual(?!_(dropout|in_fp32))|parallel_att|clip_qkv|nope_|zero_cent|(^|_)act(_fn)?$|(^|_)eps(ilon)?$"
-            r"|local_att|att\w*_(mode|types?)$|mask_type$",
+            r"|local_att|att\w*_(mode|types?)$|mask_type$|^theta$|emb\w*_mult$|fusion|num_fc",
             (False, 0),
         ),
     )
