@@ -184,7 +184,8 @@ def test_tools_and_template_arguments_of_a_row_reach_the_template(spelling):
 
 
 NEGATIVE = {"weight": 0, "loss_weight": 0.0, "loss_scale": 0, "loss_mask": 0, "train": False, "training": False,
-            "trainable": False, "loss": False, "masked": True}  # fmt: skip
+            "trainable": False, "loss": False, "masked": True, "ignore": True,
+            "supervise": False}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", NEGATIVE)
@@ -248,6 +249,7 @@ def test_an_answer_that_its_length_ended_has_no_end():
         ({"kto_tag": False}, []), ({"kto_tag": True}, ENDED),
         ({"label": True}, ENDED), ({"label": 3}, ENDED), ({"train_on_inputs": False}, ENDED),
         ({"mask_history": True}, "mask_history: True cannot"), ({"train_on_last_turn": 1}, "train_on_last_turn: 1"),
+        ({"only_last": True}, "only_last: True"),
         ({"mask_history": False}, ENDED), ({"weight": 0.5}, "weight: 0.5 cannot be honoured"),
         ({"train_on_input": True}, "train_on_input: True can"), ({"mask_prompt": False}, "mask_prompt: False can"),
         ({"loss_scale": [1, 2]}, r"loss_scale: \[1, 2\] cannot"),

@@ -28,15 +28,15 @@ ROLES = {
 }
 # How a message, or a row, says that it is trained on, and the value that means so.
 _WISHES = dict.fromkeys(
-    ("weight", "loss_weight", "loss_scale", "loss_mask", "train", "training", "trainable", "loss"), 1
+    ("weight", "loss_weight", "loss_scale", "loss_mask", "train", "training", "trainable", "loss", "supervise"), 1
 )
-_WISHES["masked"] = 0
+_WISHES |= {"masked": 0, "ignore": 0}
 _ROW_WISHES = dict.fromkeys(("weight", "loss_weight", "loss_scale", "sample_weight", "kto_tag"), 1)
 # Wishes that cannot be honoured, and the one value that asks for nothing.
 _REFUSED = dict.fromkeys(("mask", "train_detail", "train_on_turn"))
 _ROW_REFUSED = {
     **dict.fromkeys(("train_on_input", "train_on_inputs", "train_on_prompt", "mask_history"), 0),
-    **dict.fromkeys(("train_on_last_turn", "train_only_last_turn", "train_on_last_turn_only"), 0),
+    **dict.fromkeys(("train_on_last_turn", "train_only_last_turn", "train_on_last_turn_only", "only_last"), 0),
     "mask_prompt": 1,
 }
 
