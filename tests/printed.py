@@ -19,8 +19,8 @@ BLOCK = re.compile(r"^```(python|bash)\n(.*?)^```", re.DOTALL | re.MULTILINE)
 # Groups of pages that continue each other, in one namespace and one folder.
 PAGES = (
     ("README.md",),
-    ("docs/quickstart.md", "docs/batches.md", "docs/hybrid.md", "docs/scheduling.md", "docs/trees.md",
-     "docs/troubleshooting.md", "docs/measuring.md",
+    ("docs/quickstart.md", "docs/attach.md", "docs/batches.md", "docs/hybrid.md", "docs/scheduling.md",
+     "docs/trees.md", "docs/troubleshooting.md", "docs/measuring.md",
      "docs/cpu.md", "docs/sharing.md", "docs/training.md"),
     ("docs/cli.md",),
 )  # fmt: skip

@@ -17,6 +17,8 @@ from .models.configuration_eagle3 import Eagle3Config
 if TYPE_CHECKING:  # for editors; _NAMES says the same
     from .cpu import fast_linears as fast_linears
     from .decoding.assisted import DSparkCandidateGenerator as DSparkCandidateGenerator
+    from .decoding.attach import attach as attach
+    from .decoding.attach import detach as detach
     from .decoding.hook import decode_with as decode_with
     from .decoding.many import generate_many as generate_many
     from .hub.convert import convert_checkpoint as convert_checkpoint
@@ -46,6 +48,7 @@ __version__ = "0.2.0"
 _NAMES = {
     "cpu": "fast_linears",
     "decoding.assisted": "DSparkCandidateGenerator",
+    "decoding.attach": "attach detach",
     "decoding.hook": "decode_with",
     "decoding.many": "generate_many",
     "measuring.regenerate": "regenerate",

@@ -135,6 +135,11 @@ def shortened(value: Any, quote: bool = True, size: int = 120) -> str:
     return text if len(text) <= size else f"{text[:size]}..."
 
 
+def one_line(error: BaseException) -> str:
+    """Return what an error says, for a line of others."""
+    return shortened(" ".join(str(error).split()) or type(error).__name__, quote=False, size=400)
+
+
 def listed(names: list[str], count: int = 10) -> str:
     """Return the first names of a list for a message, each cut after 80 characters."""
     more = f" and {len(names) - count} more" if len(names) > count else ""

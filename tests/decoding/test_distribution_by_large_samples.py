@@ -31,6 +31,7 @@ from hf_dspark import (
     Policy,
     Scheduler,
     ThroughputTable,
+    attach,
     decode_with,
     generate_many,
 )
@@ -98,8 +99,8 @@ def calls(target, draft, count=SAMPLES, rows=ROWS, prompt=PROMPT, seed=7, **opti
         torch.manual_seed(seed)
     options = {
         "do_sample": True, "top_k": 0, "max_new_tokens": LENGTH + 1, "pad_token_id": 0, "num_return_sequences": rows,
-        "assistant_model": draft, "attention_mask": torch.ones_like(prompt),
-    } | options  # fmt: skip
+        "attention_mask": torch.ones_like(prompt),
+    } | ({} if draft is None else {"assistant_model": draft}) | options  # fmt: skip
     for _ in range(count // rows):
         yield target.generate(prompt, **options)[:, prompt.shape[1] :]
 
@@ -207,6 +208,17 @@ def test_samples_have_the_targets_distribution_through_decode_with(make_target):
     method = decode_with(draft, DecodingOptions(policy=Scheduler(JAGGED, trees=False, skip=False)))
     counts = counted(calls(target, draft, assistant_model=None, custom_generate=method))
     assert chi_square_p_value(counts, distribution_of_call(target, LENGTH)) > TOLERANCE
+
+
+@pytest.mark.parametrize("rows", [1, ROWS])
+def test_samples_have_the_targets_distribution_with_attached_prompt_lookup(make_target, rows):
+    target, _ = make(make_target)
+    with attach(target, "ngram") as attached:
+        attached.draft.decoding = DecodingOptions(policy=Scheduler(num_nodes=4))
+        counts = counted(calls(target, None, count=400 if rows == 1 else SAMPLES, rows=rows))
+    assert chi_square_p_value(counts, distribution_of_call(target, LENGTH)) > TOLERANCE
+    stats = attached.draft.last_stats
+    assert 0 < sum(stats.accepted) < sum(stats.proposed) and attached.num_plain == 0
 
 
 def test_samples_have_the_targets_distribution_in_transformers_loop(pair):

@@ -192,7 +192,7 @@ def test_errors_that_belong_to_no_prompt_are_raised_at_once(target, draft, promp
             generate_many(target, draft, prompts, **(GREEDY | dict([wrong])))
     with pytest.raises(TypeError, match="several"):
         generate_many(target, draft, "one prompt", **GREEDY)
-    with pytest.raises(TypeError, match=r"draft=None: pass one. Without one, regenerate\("):
+    with pytest.raises(TypeError, match=r"draft=None: pass one, or attach it. Without one, regenerate\("):
         generate_many(target, None, prompts, **GREEDY)
 
 

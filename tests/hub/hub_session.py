@@ -1,6 +1,6 @@
 """What test_hub.py does in processes of their own: publish drafts, train one, decode with published ones.
 
-python tests/hub/hub_session.py publish FOLDER | package REPOSITORY... | alone REPOSITORY...
+python tests/hub/hub_session.py publish FOLDER | package REPOSITORY... | alone REPOSITORY... | attach [REPOSITORY]
 
 The last line of the output is JSON.
 """
@@ -109,6 +109,18 @@ def decode_with_package(repositories: list[str]) -> dict:
     return report
 
 
+def attach_what_is_found(words: list[str]) -> dict:
+    """Publish a draft for a target of some name, if a repository is given, and attach to that target."""
+    import hf_dspark
+
+    target = load_target()
+    target.name_or_path = "someone/target"
+    for repository in words:
+        make_drafts(target)["someone/my-draft.v1"].push_to_hub(repository, target=target.name_or_path, license="mit")
+    attached = hf_dspark.attach(target)
+    return {"draft": attached.draft.name_or_path, "tokens": decoded(target), "assisted": attached.num_assisted}
+
+
 def decode_with_transformers_alone(repositories: list[str]) -> dict:
     """Greedy tokens of both rows, one after the other, by the one file of each repository; the last one is refused."""
     sys.modules["hf_dspark"] = None  # installed in this environment; importing it fails from now on
@@ -141,5 +153,8 @@ def decode_with_transformers_alone(repositories: list[str]) -> dict:
 
 
 if __name__ == "__main__":
-    commands = {"publish": publish, "package": decode_with_package, "alone": decode_with_transformers_alone}
+    commands = {
+        "publish": publish, "package": decode_with_package, "alone": decode_with_transformers_alone,
+        "attach": attach_what_is_found,
+    }  # fmt: skip
     print(json.dumps(commands[sys.argv[1]](sys.argv[2:])))

@@ -11,7 +11,9 @@ import re
 import threading
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from urllib.parse import unquote, urlsplit
+from urllib.parse import parse_qs, unquote, urlsplit
+
+from huggingface_hub import ModelCard
 
 TOKEN = "hf_loopback"
 
@@ -141,6 +143,20 @@ class _Handler(BaseHTTPRequestHandler):
     def validate_card(self, body: bytes) -> dict:
         return {"errors": [], "warnings": []}
 
+    def listing(self, body: bytes) -> list[dict]:
+        """Answer a search by tags, those of the base models among them, and by a word of the name."""
+        asked = parse_qs(urlsplit(self.path).query)
+        found = []
+        for repo in self.hub.repositories:
+            files = self._repository(repo).files
+            card = ModelCard(files["README.md"].decode()).data.to_dict() if "README.md" in files else {}
+            bases = card.get("base_model", [])
+            named = [bases] if isinstance(bases, str) else bases
+            tags = {*card.get("tags", ()), *(f"base_model:{base}" for base in named)}
+            if tags.issuperset(asked.get("filter", ())) and asked.get("search", [""])[0] in repo:
+                found.append(self.info(body, repo) | {"tags": sorted(tags), "downloads": 7})
+        return found
+
     def branch(self, body: bytes, repo: str, branch: str) -> dict:
         branches = self._repository(repo, writing=True).branches
         if branch in branches:
@@ -184,6 +200,7 @@ _REPO = r"(?P<repo>[^/]+/[^/]+)"
 _ROUTES = (
     (r"/api/repos/create", _Handler.create),
     (r"/api/validate-yaml", _Handler.validate_card),
+    (r"/api/models", _Handler.listing),
     (rf"/api/models/{_REPO}/branch/(?P<branch>.+)", _Handler.branch),
     (rf"/api/models/{_REPO}", _Handler.info),
     (rf"/api/models/{_REPO}/revision/(?P<revision>.+)", _Handler.info),

@@ -102,6 +102,13 @@ def test_the_package_takes_over_where_it_is_installed(session, published):
     assert len({str(tokens[name]) for name in ("greedy", "sampled", "cut")}) == 3  # the calls do differ
 
 
+def test_a_draft_that_names_its_target_is_found_and_attached_also_without_the_hub(session, published, tmp_path):
+    report = session("attach", "someone/for-target", HF_HOME=str(tmp_path))
+    assert report == session("attach", HF_HOME=str(tmp_path), HF_HUB_OFFLINE="1")
+    assert (report["draft"], report["assisted"]) == ("someone/for-target", 3)
+    assert report["tokens"]["greedy"] == published["tokens"][DSPARK]["greedy"]
+
+
 def test_a_trainer_publishes_draft_card_code_and_nothing_else(everything, hub):
     report, working_folder = everything["trained"], everything["folder"]
     repository = hub.repositories["someone/trained"]

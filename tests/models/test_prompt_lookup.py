@@ -9,6 +9,7 @@ from hf_dspark import (
     PromptLookup,
     Scheduler,
     ThroughputTable,
+    attach,
     generate_many,
 )
 
@@ -45,11 +46,13 @@ def loop_target(make_target):
     "policy",
     [None, Scheduler(num_nodes=31), Scheduler(ThroughputTable((1, 8, 64), (95, 94, 80)), trees=True, skip=False)],
 )
-def test_batches_are_those_of_plain_decoding_in_fewer_rounds(loop_target, policy):
-    lookup, batch = PromptLookup(loop_target), batch_of(ROWS)
+@pytest.mark.parametrize("attached", [False, True])
+def test_batches_are_those_of_plain_decoding_in_fewer_rounds(loop_target, policy, attached):
+    plain, batch = loop_target.generate(**batch_of(ROWS), **GREEDY), batch_of(ROWS)
+    lookup = attach(loop_target, "ngram").draft if attached else PromptLookup(loop_target)
     lookup.decoding = DecodingOptions(policy=policy)
-    output = loop_target.generate(**batch, assistant_model=lookup, **GREEDY)
-    assert torch.equal(output, loop_target.generate(**batch, **GREEDY))
+    given = {} if attached else {"assistant_model": lookup}
+    assert torch.equal(loop_target.generate(**batch, **given, **GREEDY), plain)
     stats = lookup.last_stats
     assert stats.rounds < 0.5 * sum(stats.committed) and max(stats.accepted) > 3
 

@@ -20,6 +20,7 @@ from hf_dspark import (
     DSparkDraftModel,
     DSparkTrainer,
     DSparkTrainingArguments,
+    attach,
     calibrate,
     check_target,
     generate_many,
@@ -519,6 +520,9 @@ def test_prompt_with_an_image_gives_the_same_tokens_alone_and_is_refused_in_batc
     assert assisted.tolist() == plain.tolist() and draft.last_stats.tau > 1.5
     with pytest.raises(ValueError, match="2 sequences cannot be decoded together.*images.*Call generate"):
         target.generate(**image_prompt(target, num_rows=2), assistant_model=draft, **PLAIN)
+    plain = target.generate(**image_prompt(target, num_rows=2), **PLAIN)
+    with attach(target, draft), pytest.warns(UserWarning, match="without the attached draft: .*images"):
+        assert target.generate(**image_prompt(target, num_rows=2), **PLAIN).tolist() == plain.tolist()
 
 
 def test_conversation_about_an_image_is_refused_on_a_cache_and_decoded_whole(seeing):

@@ -37,13 +37,19 @@ STATEFUL_PROCESSORS = ("UnbatchedClassifierFreeGuidanceLogitsProcessor", "SynthI
 INPUTS_EMBEDS_SINCE = parse("5.23.0")
 
 
+class Refused(ValueError):
+    """A call that no draft can assist."""
+
+    def __init__(self, reasons: list[str]) -> None:
+        several = "\n- ".join([f"there are {len(reasons)} reasons against a draft here:", *reasons])
+        super().__init__(several if len(reasons) > 1 else reasons[0])
+        self.reasons = reasons
+
+
 def refuse(reasons: Iterable[str]) -> None:
-    """Raise a `ValueError` with all reasons, if there are any."""
-    reasons = list(dict.fromkeys(reasons))
-    if len(reasons) > 1:
-        raise ValueError("\n- ".join([f"there are {len(reasons)} reasons against a draft here:", *reasons]))
-    if reasons:
-        raise ValueError(reasons[0])
+    """Raise [`Refused`] with all reasons, if there are any: every refusal comes from here."""
+    if reasons := list(dict.fromkeys(reasons)):
+        raise Refused(reasons)
 
 
 def _present(reasons: Mapping[str, Any]) -> list[str]:
@@ -315,7 +321,8 @@ def processor_obstacles(call: Call, vocab_size: int) -> Iterator[str]:
                     "whether it keeps state between calls: give it a __deepcopy__, or drop assistant_model"
                 )
                 continue
-            found = _found_by_trial(together, by_row, call.input_ids, vocab_size)
+            with torch.random.fork_rng():  # a call that is refused draws nothing
+                found = _found_by_trial(together, by_row, call.input_ids, vocab_size)
             if found is not None:
                 yield found
 

@@ -91,7 +91,10 @@ def prepare_with(
         obstacle = loop_obstacle(call, num_rows)
         if obstacle is not None:
             reasons.append(f"{obstacle}: use generate(assistant_model=draft), one sequence at a time")
-        refuse_call(call, reasons + call_obstacles(call, draft, None))
+        reasons += call_obstacles(call, draft, None)
+        if reasons:
+            restore_adapters(call.support.modules)
+        refuse(reasons)
         return call
 
     return prepare
@@ -141,13 +144,6 @@ def call_obstacles(call: Call, draft: DraftModel, obstacle: str | None) -> list[
     if call.columns and len(call.input_ids):  # else processors cannot be tried
         reasons += processor_obstacles(call, draft.config.vocab_size)
     return reasons
-
-
-def refuse_call(call: Call, reasons: list[str]) -> None:
-    """Raise a `ValueError` with all reasons, if there are any, and leave the target as it was."""
-    if reasons:
-        restore_adapters(call.support.modules)
-    refuse(reasons)
 
 
 def plan_call(

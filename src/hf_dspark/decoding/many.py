@@ -21,6 +21,7 @@ from ..models.slot_cache import SlotCache
 from ..scheduling.options import DecodingOptions
 from ..targets.support import TargetSupport
 from ..targets.transformers_api import CACHE_ARGUMENTS
+from .attach import attachment_of
 from .call import effective_config, make_request
 from .conversation import read_prompt
 from .drafter import Drafter
@@ -45,7 +46,7 @@ class Completion:
 
 def generate_many(
     target: PreTrainedModel,
-    draft: DraftModel,
+    draft: DraftModel | None,
     prompts: Iterable[str | Sequence[int]],
     processing_class: PreTrainedTokenizerBase | None = None,
     batch_size: int = 8,
@@ -60,7 +61,7 @@ def generate_many(
 
     Args:
         target (`PreTrainedModel`): The model that decodes.
-        draft ([`DraftModel`]): Its draft.
+        draft ([`DraftModel`], *optional*): Its draft; `None` stands for the one that is attached.
         prompts (`Iterable`): Strings, token ids `[n]`, or messages; read as needed. Where the tokenizer has a chat
             template, a string is a user's message, unless it begins with a special token.
         processing_class (`PreTrainedTokenizerBase`, *optional*): The tokenizer; needed for strings and stop strings.
@@ -84,9 +85,11 @@ def generate_many(
         print(done.index, done.text if done.error is None else done.error)
     ```
     """
+    if draft is None and (attached := attachment_of(target)) is not None:
+        draft = attached.draft
     if draft is None:
         raise TypeError(
-            "generate_many decodes by the rounds of a draft, got draft=None: pass one. Without one, "
+            "generate_many decodes by the rounds of a draft, got draft=None: pass one, or attach it. Without one, "
             "regenerate(target, ...) and evaluate(target, None, ...) decode lists of prompts"
         )
     require_pair(target, draft)

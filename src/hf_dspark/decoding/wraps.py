@@ -7,10 +7,12 @@
 import copy
 import functools
 import inspect
+import itertools
 import os
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -19,12 +21,14 @@ from transformers.generation import GenerationMode
 
 from ..models.auto import is_draft, refuse_misread, require_draft
 from ..models.modeling_draft import DraftModel
-from ..targets.support import restore
+from ..targets.adapters import restore_adapters
+from ..targets.support import TargetSupport, restore
 from ..targets.transformers_api import generation_obstacles
 from .assisted import DSparkCandidateGenerator, decode_assisted
-from .call import decode_call
-from .checks import INPUT_ARGUMENTS, loop_obstacle, refuse
-from .hook import call_obstacles, cutoff_of, drop_cache_of_files, plan_call, refuse_call
+from .attach import Attachment, attachment_of
+from .call import decode_call, effective_config
+from .checks import DECODED, INPUT_ARGUMENTS, Refused, loop_obstacle, option_obstacles, refuse
+from .hook import call_obstacles, cutoff_of, drop_cache_of_files, plan_call
 from .request import TYPE_ARGUMENTS, Call
 
 
@@ -36,14 +40,18 @@ class _Drafted:
     cutoff: dict[str, Any]  # what the user set of CUTOFF_ARGUMENTS
     given: dict[str, Any]  # the user's arguments
     plan: dict[str, Any] | None = None  # what a `Call` needs besides
+    is_prepared: bool = False  # a streamer has been given the prompt
 
 
 def generate(original: Callable, target: PreTrainedModel, /, *args: Any, **kwargs: Any):
-    """Take the draft among the arguments, and the cut-off arguments before they are filled with defaults."""
+    """Take the draft among the arguments, or the attached one, and the cut-off arguments before they are filled with
+    defaults."""
     restore(target)
     given = _signature(original).bind(target, *args, **kwargs)
-    draft = given.arguments.get("assistant_model")
-    if draft is None or given.arguments.get("custom_generate") is not None:
+    arguments = {name: each for name, each in given.arguments.items() if name not in ("self", "kwargs")} | kwargs
+    attached, reasons = _attachment_for(target, arguments)
+    draft = arguments.get("assistant_model") if attached is None else attached.draft
+    if draft is None or arguments.get("custom_generate") is not None:
         return original(target, *args, **kwargs)
     if isinstance(draft, (str, os.PathLike)):  # transformers would look for its config
         require_draft(draft)
@@ -52,13 +60,42 @@ def generate(original: Callable, target: PreTrainedModel, /, *args: Any, **kwarg
     if not is_draft(draft):
         refuse_misread(draft)
         return original(target, *args, **kwargs)
-    refuse(generation_obstacles(target))  # before its own code says less
-    if kwargs.get("assistant_tokenizer") is not None:
-        raise ValueError("the draft shares the target's vocabulary: drop assistant_tokenizer")
-    cutoff = cutoff_of(target, kwargs, given.arguments.get("generation_config"))
-    arguments = {name: each for name, each in given.arguments.items() if name != "kwargs"} | kwargs
-    given.arguments["assistant_model"] = _Drafted(draft, cutoff, arguments)
-    return original(*given.args, **given.kwargs)
+    cutoff = cutoff_of(target, arguments, arguments.get("generation_config"))
+    given.arguments["assistant_model"] = drafted = _Drafted(draft, cutoff, arguments)
+    try:
+        refuse(reasons + generation_obstacles(target))  # before its own code says less
+        if arguments.get("assistant_tokenizer") is not None:
+            refuse(["the draft shares the target's vocabulary: drop assistant_tokenizer"])
+        output, reasons = original(*given.args, **given.kwargs), []
+    except Refused as refusal:
+        if attached is None:
+            restore_adapters(target.modules())  # PEFT does it only after calls that end well
+            raise
+        reasons = refusal.reasons
+    if attached is not None:
+        attached.count(reasons)
+    if not reasons:
+        return output
+    del given.arguments["assistant_model"]
+    if drafted.is_prepared and (streamer := arguments.get("streamer")) is not None:  # it has been given the prompt
+        puts = itertools.count()
+        later = SimpleNamespace(put=lambda value: next(puts) and streamer.put(value), end=streamer.end)
+        given.arguments["streamer"] = later
+    with TargetSupport.of(target).switch.lock:  # rounds of other threads wait
+        return original(*given.args, **given.kwargs)
+
+
+def _attachment_for(target: PreTrainedModel, arguments: dict[str, Any]) -> tuple[Attachment | None, list[str]]:
+    """Return what is attached, if the call leaves it to that to decode it, and which mode no draft can assist:
+    transformers would only say that it is ignored."""
+    attached = attachment_of(target)
+    if attached is None or "assistant_model" in arguments or arguments.get("cache_implementation") == "paged":
+        return None, []
+    config = effective_config(target, arguments)
+    mode = config.get_generation_mode()
+    if mode is GenerationMode.ASSISTED_GENERATION:  # by another drafter
+        return None, []
+    return attached, [] if mode in DECODED else option_obstacles(config, target.generation_config, None, None)
 
 
 @functools.lru_cache
@@ -68,7 +105,10 @@ def _signature(function: Callable) -> inspect.Signature:
 
 def generate_batch(original: Callable, target: PreTrainedModel, /, *args: Any, **kwargs: Any):
     """Say that transformers' continuous batching decodes without the draft, which it takes and does not look at."""
-    if kwargs.get("assistant_model") is not None:
+    attached = attachment_of(target)
+    if attached is not None:
+        attached.count(["generate_batch() takes no draft: use hf_dspark.generate_many(target, None, prompts)"])
+    elif kwargs.get("assistant_model") is not None:
         warnings.warn(
             "generate_batch() of transformers decodes without its assistant_model. With a draft: "
             "hf_dspark.generate_many(target, draft, prompts)",
@@ -87,15 +127,15 @@ def validate_generation_mode(
         drop_cache_of_files(target, generation_config)
         drafted.plan, reasons = plan_call(target, draft, draft.decoding, generation_config, drafted.cutoff)
         if reasons:
-            refuse_call(*_unprepared(drafted, generation_config, reasons))
+            refuse(_unprepared(drafted, generation_config, reasons))
         # It is no assistant as transformers knows them: states and several rows are welcome.
         generation_mode = GenerationMode.SAMPLE
         generation_mode_kwargs = {k: v for k, v in generation_mode_kwargs.items() if k != "assistant_model"}
     return original(target, generation_mode, generation_config, generation_mode_kwargs)
 
 
-def _unprepared(drafted: _Drafted, config: GenerationConfig, reasons: list[str]) -> tuple[Call, list[str]]:
-    """Return a call that is refused, and all reasons: also of its prompts, as they are before transformers prepares
+def _unprepared(drafted: _Drafted, config: GenerationConfig, reasons: list[str]) -> list[str]:
+    """Return all reasons of a call that is refused: also of its prompts, as they are before transformers prepares
     them."""
     given = drafted.given
     names = (*INPUT_ARGUMENTS, *TYPE_ARGUMENTS, "streamer", "synced_gpus")
@@ -109,9 +149,9 @@ def _unprepared(drafted: _Drafted, config: GenerationConfig, reasons: list[str])
     call = Call.of(ids, prepared | {"generation_config": config}, **drafted.plan)
     try:
         obstacle = loop_obstacle(call, len(ids))
-        return call, reasons + call_obstacles(call, drafted.draft, obstacle)
+        return reasons + call_obstacles(call, drafted.draft, obstacle)
     except Exception:  # on prompts that transformers does not take, either
-        return call, reasons
+        return reasons
 
 
 def assisted_decoding(original: Callable, target: PreTrainedModel, /, input_ids: torch.LongTensor, **prepared: Any):
@@ -119,10 +159,10 @@ def assisted_decoding(original: Callable, target: PreTrainedModel, /, input_ids:
     drafted = prepared.get("assistant_model")
     if not isinstance(drafted, _Drafted):
         return original(target, input_ids, **prepared)
-    draft = drafted.draft
+    draft, drafted.is_prepared = drafted.draft, True
     call = Call.of(input_ids, prepared, **drafted.plan)
     obstacle = loop_obstacle(call, len(input_ids))
-    refuse_call(call, call_obstacles(call, draft, obstacle))
+    refuse(call_obstacles(call, draft, obstacle))
     if obstacle is None:
         return decode_call(target, draft, call)
     if not call.options.use_transformers_loop:

@@ -252,7 +252,7 @@ class Checkpoint(os.PathLike):
         hub, fault = dict(self._hub), None
         if not is_offline_mode() and not hub.get("local_files_only"):
             try:
-                _ask_hub(constants.ENDPOINT)
+                ask_hub(constants.ENDPOINT)
             except Exception as error:  # of the network, or of the library that talks to it
                 hub["local_files_only"], fault = True, shortened(str(error) or type(error).__name__, quote=False)
         found = cached_file(self.name, file, _raise_exceptions_for_missing_entries=False, **hub)
@@ -302,7 +302,7 @@ def kept_tokens_mask(d2t: torch.Tensor, vocab_size: int) -> torch.Tensor:
 
 
 @functools.cache  # of answers, not of errors
-def _ask_hub(endpoint: str) -> None:
+def ask_hub(endpoint: str) -> None:
     """Raise an error if the Hub does not answer; its own library would try for half a minute."""
     get_session().head(endpoint, timeout=constants.HF_HUB_ETAG_TIMEOUT)
 

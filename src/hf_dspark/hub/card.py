@@ -72,8 +72,8 @@ def model_card(
         name=_text(_last(title)),
         kind=draft_kind(config),
         has_decoder=has_one_file_decoder(config.to_dict()),
-        draft=json.dumps(title if _is_on_hub(title) else "path/to/the/draft"),
-        target=json.dumps(target_name if _is_on_hub(target_name) else "path/to/the/target"),
+        draft=json.dumps(title if is_on_hub(title) else "path/to/the/draft"),
+        target=json.dumps(target_name if is_on_hub(target_name) else "path/to/the/target"),
         target_link=_link(target_name) if target_name else None,
         revision=_text(revision) if revision else None,
         started_from=_link(earlier) if earlier else None,
@@ -120,14 +120,14 @@ def _agreed_target(results: list[dict], name: str | None) -> tuple[str | None, s
     described = [result["target"] for result in results]
     names = [facts["name"] for facts in described if facts.get("name")]
     if name:  # a folder may have any name
-        names = [name, *filter(_is_on_hub, names)]
+        names = [name, *filter(is_on_hub, names)]
     revisions = sorted({facts["revision"] for facts in described if facts.get("revision")})
     if len({_last(each) for each in names}) > 1 or len(revisions) > 1:
         raise ValueError(
             f"these results belong to different targets ({', '.join(sorted(set(names)))}; revisions "
             f"{', '.join(revisions)}): a card describes a draft with one target, measured under one name"
         )
-    names.sort(key=_is_on_hub, reverse=True)  # stable: the first on the Hub, else the first
+    names.sort(key=is_on_hub, reverse=True)  # stable: the first on the Hub, else the first
     return names[0] if names else None, revisions[0] if revisions else None
 
 
@@ -203,11 +203,11 @@ def _metadata(
         raise ValueError(f"{', '.join(unknown)}: no argument of an upload of drafts, and no field of a model card")
     tags = ("speculative-decoding", draft_kind(config).lower().replace(" ", ""), "draft-model", "custom_generate")
     known: dict[str, Any] = {"library_name": "hf_dspark"}
-    if _is_on_hub(target):
+    if is_on_hub(target):
         # Of the relations that the Hub knows, of which it takes one for all: only this target can use the draft, which
         # is no fine-tune of it, but may be one of another draft.
         known |= {"base_model": target, "base_model_relation": "adapter"}
-        if _is_on_hub(earlier):
+        if is_on_hub(earlier):
             known |= {"base_model": [target, earlier], "base_model_relation": "finetune"}
     return ModelCardData(**known | fields | {"tags": [*dict.fromkeys((*tags, *fields.get("tags", ())))]})
 
@@ -219,12 +219,12 @@ def _last(name: str) -> str:
     return name.rstrip("/").rsplit("/", 1)[-1]
 
 
-def _is_on_hub(name: str | None) -> bool:
+def is_on_hub(name: str | None) -> bool:
     return bool(name) and name.count("/") == 1 and not name.startswith((".", "/", "~"))
 
 
 def _link(name: str) -> str:
-    return f"[{_text(name)}](https://huggingface.co/{name})" if _is_on_hub(name) else f"`{_text(name)}`"
+    return f"[{_text(name)}](https://huggingface.co/{name})" if is_on_hub(name) else f"`{_text(name)}`"
 
 
 def _text(value: Any) -> str:

@@ -2,7 +2,8 @@
 
 A repository holds the draft's weights and config, a model card with the result files that it is made of, and one file
 of code, with which transformers alone decodes with the draft. There is no `generation_config.json`: how to sample
-belongs to the target. The package's root hands this module to drafts and trainers as their publisher.
+belongs to the target. The package's root hands this module to drafts and trainers as their publisher, and to `attach`,
+which looks for drafts.
 """
 
 import json
@@ -24,6 +25,8 @@ from ..measuring.results import UNFINISHED, describe_draft, describe_target, rea
 from ..models.auto import DRAFTS, load_draft
 from ..models.modeling_draft import DraftModel
 from .card import has_one_file_decoder, model_card
+from .search import CARD_FILE, RESULTS_FOLDER
+from .search import find_drafts as find_drafts
 
 if TYPE_CHECKING:
     from ..training.trainer import DSparkTrainer
@@ -32,7 +35,6 @@ logger = logging.get_logger(__name__)
 
 CODE_FOLDER = "custom_generate"  # where transformers looks for generate.py
 DECODER = Path(__file__).parent / CODE_FOLDER / "generate.py"
-CARD_FILE, RESULTS_FOLDER = "README.md", "results"
 WEIGHT_FILES = ("model.safetensors", "model-?????-of-?????.safetensors", "model.safetensors.index.json")
 CODE_FILES = (f"{CODE_FOLDER}/{DECODER.name}", f"{CODE_FOLDER}/LICENSE")
 # All that is published; a training's folder has more in it, pickled arguments among others.

@@ -13,7 +13,7 @@ from ..data.conversations import tokenizer_of
 from ..data.prompts import Prompt, PromptFile, as_chat, read_prompt_file, several, token_ids, with_thinking
 from ..decoding.call import effective_config
 from ..decoding.many import refuse_made_here
-from ..files import Journal, digest, plain_json
+from ..files import Journal, digest, one_line, plain_json
 from ..models.auto import require_pair
 from ..models.modeling_draft import DraftModel
 from ..provenance import provenance
@@ -189,9 +189,8 @@ def evaluate(
                     journal.append(answer.to_dict())
             else:
                 where = f"turn {answer.turn + 1}: " if answer.turn else ""
-                reason = " ".join(str(answer.error).split()) or type(answer.error).__name__
                 line = read[answer.group].prompts[answer.index].line
-                failed.append(FailedPrompt(answer.group, line, where + reason))
+                failed.append(FailedPrompt(answer.group, line, where + one_line(answer.error)))
     order = {name: place for place, name in enumerate(read)}
     failed += [FailedPrompt(name, fault.line, fault.reason) for name, part in read.items() for fault in part.faults]
     failed.sort(key=lambda part: (order[part.task], part.line))

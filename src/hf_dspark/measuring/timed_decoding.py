@@ -99,10 +99,9 @@ def timed_call(
             first_tokens_at.append(time.perf_counter())
         return torch.zeros(len(new_ids), dtype=torch.bool, device=new_ids.device)
 
+    options["assistant_model"] = draft  # also `None`: whatever is attached
     if draft is None:  # rounds note when they begin, and need no criterion of ours
         options["stopping_criteria"] = StoppingCriteriaList([*(options.get("stopping_criteria") or ()), note_time])
-    else:
-        options["assistant_model"] = draft
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         synchronize(device)

@@ -53,11 +53,15 @@ def refuse_misread(assistant: Any) -> None:
 
 def require_pair(target: Any, draft: Any) -> None:
     """Raise a `TypeError` unless these are a target and a draft."""
+    require_target(target)
+    require_draft(draft)
+
+
+def require_target(target: Any) -> None:
     if is_draft(target):
         raise TypeError(f"the target comes first and its draft second, got the draft {type(target).__name__} first")
     if not callable(getattr(target, "generate", None)):  # PEFT's wrappers are no PreTrainedModel, and can
         raise _not_loaded("a target", target, "AutoModelForCausalLM")
-    require_draft(draft)
 
 
 def require_draft(draft: Any) -> None:

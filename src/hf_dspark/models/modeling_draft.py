@@ -103,10 +103,11 @@ class DraftModel(PreTrainedModel):
         Args:
             pretrained_model_name_or_path (`str` or `PathLike`): A folder, or a repository on the Hub.
             args, kwargs: As in transformers, without those that choose other files; fields of the configuration, too.
+                A `target` is held against the config before any weights are read.
 
         Raises:
-            ValueError: If tensors are missing, unexpected, of another shape or type than the config says, or not
-                finite; if the checkpoint is damaged or holds no safetensors.
+            ValueError: If the target does not fit; if tensors are missing, unexpected, of another shape or type than
+                the config says, or not finite; if the checkpoint is damaged or holds no safetensors.
         """
         if pretrained_model_name_or_path is None:  # the caller has the weights
             return super().from_pretrained(None, *args, **kwargs)
@@ -118,6 +119,8 @@ class DraftModel(PreTrainedModel):
             names = {field.name for field in fields(cls.config_class)} - {"dtype"}
             facts = {name: kwargs.pop(name) for name in names & kwargs.keys()}
             config = cls.config_class.from_pretrained(config, **hub, **facts)
+        if (target := kwargs.pop("target", None)) is not None:
+            check_fits(config, target)
         tensors = cls.read_tensors(config, checkpoint)
         config = copy.deepcopy(config)
         config.own_embedding = config.own_lm_head = False  # until a target is there to compare them with

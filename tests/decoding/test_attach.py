@@ -1,0 +1,373 @@
+"""A draft for all calls of a model: it assists what it can, and the rest is plain `generate()`."""
+
+import copy
+import gc
+import pickle
+import threading
+import warnings
+import weakref
+
+import pytest
+import torch
+from transformers import (
+    DynamicCache,
+    GenerationConfig,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    StaticCache,
+    T5Config,
+    T5ForConditionalGeneration,
+    pipeline,
+)
+from transformers.generation.streamers import BaseStreamer
+
+from hf_dspark import (
+    DecodingOptions,
+    FullBlock,
+    PromptLookup,
+    attach,
+    decode_with,
+    detach,
+    evaluate,
+    generate_many,
+)
+from tests.decoding.test_checks import REFUSED, Counter
+from tests.rows import GREEDY, alone, padded
+
+SAMPLED = {"do_sample": True, "top_k": 0, "max_new_tokens": 16, "pad_token_id": 0}
+
+
+class Notes(BaseStreamer):
+    """Keeps all that it is given."""
+
+    def __init__(self):
+        self.tokens = []
+
+    def put(self, value):
+        self.tokens += value.flatten().tolist()
+
+    def end(self):
+        self.tokens.append("end")
+
+
+@pytest.fixture(autouse=True)
+def _detached(request):
+    yield
+    if "pair" in request.fixturenames:
+        detach(request.getfixturevalue("pair")[0])
+
+
+def outcome(target, options):
+    """Return what a call gives, or which error; its draws are those of one seed."""
+    torch.manual_seed(3)
+    try:
+        return target.generate(**options).tolist()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+
+
+def fresh(options):
+    """Return options whose processors and caches no call has changed yet."""
+    return {name: each if name == "streamer" else copied(each) for name, each in options.items()}
+
+
+def copied(each):
+    try:
+        return copy.deepcopy(each)
+    except TypeError:  # it holds what cannot be copied
+        return each
+
+
+def assert_plain(target, draft, options, reason):
+    """Two calls with an attached draft give what plain calls do, and warn once."""
+    plain = outcome(target, fresh(options) | {"assistant_model": None})
+    attached = attach(target, draft)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        assert [outcome(target, fresh(options)) for _ in range(2)] == [plain, plain]
+    said = [str(each.message) for each in caught if "without the attached draft" in str(each.message)]
+    assert len(said) == 1 and reason in said[0], said
+    assert (attached.num_assisted, attached.num_plain) == (0, 2) and set(attached.plain_calls.values()) == {2}
+
+
+@pytest.mark.parametrize("options", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("rows", [1, 6])
+def test_calls_are_those_with_the_draft_as_their_assistant(target, draft, prompts, rows, options):
+    batch = padded(prompts[:rows]) | options
+    explicit = outcome(target, batch | {"assistant_model": draft})
+    draft.last_stats = None
+    attached = attach(target, draft)
+    assert outcome(target, batch) == explicit and draft.last_stats.rounds > 0
+    assert (attached.num_assisted, attached.num_plain) == (1, 0) and "1 calls assisted" in repr(attached)
+    detach(target)
+    draft.last_stats = None
+    plain = outcome(target, batch)
+    assert draft.last_stats is None and (plain == explicit or options is SAMPLED)
+
+
+ERRORS = {"threshold_above_one", "threshold_negative"}  # about drafts: a mistake with an attached one, too
+OWN_WAYS = {"prompt_lookup", "mtp", "early_exit"}  # of drafting, which the call has chosen
+KINDS = {
+    **{name: row[:2] for name, row in REFUSED.items() if name not in ERRORS | OWN_WAYS},
+    "contrastive": (1, {"penalty_alpha": 0.6, "top_k": 4}),
+    "dola": (1, {"dola_layers": "low"}),
+    "beams_sampled": (3, {"num_beams": 2, "do_sample": True}),
+    "beams_of_a_configuration": (1, {"generation_config": GenerationConfig(num_beams=2)}),
+    "random_processor": (2, {"logits_processor": [lambda ids, scores: scores + torch.rand_like(scores)]} | SAMPLED),
+    "paged": (1, {"cache_implementation": "paged"}),
+    "assistant_tokenizer": (1, {"assistant_tokenizer": object()}),
+    "right_padding": (1, {"input_ids": torch.tensor([[5, 6, 0]]), "attention_mask": torch.tensor([[1, 1, 0]])}),
+    "stateful_and_streamed": (1, {"logits_processor": [Counter()], "do_sample": True}),
+}
+REASONS = {
+    "empty_prompt": "empty",
+    "paged": "generate_batch",
+    "right_padding": "padding_side",
+    "no_prompts": "no prompts",
+}
+
+
+@pytest.mark.parametrize(("rows", "options"), KINDS.values(), ids=KINDS)
+def test_a_call_that_would_be_refused_is_plain(target, draft, prompts, rows, options, request):
+    kind = request.node.callspec.id
+    assert_plain(target, draft, GREEDY | padded(prompts[:rows]) | options, REASONS.get(kind, ""))
+
+
+def test_a_mistake_about_drafts_is_one_with_an_attached_draft(target, draft, prompts):
+    attach(target, draft)
+    for name in ERRORS:
+        with pytest.raises(ValueError, match=REFUSED[name][2]):
+            target.generate(**padded(prompts[:1]), **REFUSED[name][1], **GREEDY)
+
+
+def test_caches_that_no_draft_continues_are_continued_without(target, draft, prompts):
+    ids = torch.tensor(prompts[:1])
+    static = StaticCache(config=target.config, max_cache_len=128)
+    assert_plain(target, draft, GREEDY | {"input_ids": ids, "past_key_values": static}, "got StaticCache")
+    offloaded = DynamicCache(config=target.config)
+    target.generate(ids, past_key_values=offloaded, assistant_model=None, **GREEDY)
+    offloaded.offloading = True
+    longer = torch.tensor([prompts[0] * 12])
+    assert_plain(target, draft, GREEDY | {"input_ids": longer, "past_key_values": offloaded}, "cannot continue a")
+
+
+def test_a_state_of_the_model_that_no_draft_follows_is_decoded_plain(make_target, make_draft):
+    target = make_target()
+    draft = make_draft(target)
+    target.gradient_checkpointing_enable()
+    target.train()
+    with pytest.raises(ValueError, match=r"gradient checkpointing .* target\.eval\(\)"):
+        attach(target, draft)
+    attached = attach(target.eval(), draft)
+    target.train()
+    with pytest.warns(UserWarning, match="without the attached draft: a target in train"):
+        assert target.generate(torch.arange(6)[None], max_new_tokens=4).shape == (1, 10)
+    assert attached.num_plain == 1
+
+
+def test_reasons_that_differ_in_numbers_alone_are_one(target, draft, prompts):
+    attached = attach(target, draft)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for rows in (2, 3, 4):
+            target.generate(**padded(prompts[:rows]), streamer=Notes(), **GREEDY)
+        target.generate(**padded(prompts[:1]), num_beams=2, use_cache=False, **GREEDY)
+    assert len(caught) == 2 and "; " in str(caught[1].message) and attached.num_plain == 4
+    (reason, count), *others = attached.plain_calls.most_common()
+    assert count == 3 and "got 2 rows" in reason and [each for _, each in others] == [1, 1]
+    assert not any("assistant_model" in reason for reason in attached.plain_calls)
+
+
+@pytest.mark.parametrize("processors", [[], [Counter()]], ids=["assisted", "plain"])
+def test_a_streamer_gets_what_plain_generate_gives_it(target, draft, prompts, processors):
+    given, plain = Notes(), Notes()
+    options = GREEDY | padded(prompts[:1]) | {"logits_processor": processors}
+    outcome(target, fresh(options) | {"streamer": plain, "assistant_model": None})
+    with warnings.catch_warnings(action="ignore"):
+        attach(target, draft)
+        outcome(target, fresh(options) | {"streamer": given})
+    assert given.tokens == plain.tokens and plain.tokens[-1] == "end"
+
+
+@pytest.mark.parametrize("way", [*OWN_WAYS - {"mtp", "early_exit"}, "draft", "custom", "none", "configuration"])
+def test_a_calls_own_way_goes_before(pair, draft, prompts, way):
+    target, own = pair[0], PromptLookup(pair[0])
+    ways = {
+        "prompt_lookup": REFUSED["prompt_lookup"][1],
+        "configuration": {"generation_config": GenerationConfig(prompt_lookup_num_tokens=3)},
+        "draft": {"assistant_model": own},
+        "custom": {"custom_generate": decode_with(own)},
+        "none": {"assistant_model": None},
+    }
+    batch = padded(prompts[:1]) | GREEDY
+    plain = outcome(target, batch | {"assistant_model": None})
+    attached, draft.last_stats = attach(target, draft), None
+    with warnings.catch_warnings(action="error"):
+        assert outcome(target, batch | ways[way]) == plain
+    assert draft.last_stats is None and (own.last_stats is not None) == (way in ("draft", "custom"))
+    assert (attached.num_assisted, attached.num_plain) == (0, 0)
+
+
+def test_pipelines_queues_and_measurements_know_the_draft(target, draft, prompts, prompt_ids, tokenizer):
+    text = tokenizer.decode(prompt_ids[0][0])
+    made = pipeline("text-generation", model=target, tokenizer=tokenizer)
+    plain = made([text] * 3, batch_size=2, do_sample=False, max_new_tokens=20)
+    attached = attach(target, draft)
+    assert made([text] * 3, batch_size=2, do_sample=False, max_new_tokens=20) == plain
+    assert attached.num_assisted == 2 and draft.last_stats.tau > 2
+    for done in generate_many(target, None, prompts, batch_size=2, progress=False, **GREEDY):
+        assert done.token_ids.tolist() == alone(target, prompts[done.index], assistant_model=None)
+    found = evaluate(target, None, {"task": [text]}, tokenizer, max_new_tokens=8)  # plain decoding
+    assert found.metrics["task"].tau is None and attached.num_assisted == 2
+    detach(target)
+    with pytest.raises(TypeError, match="draft=None: pass one, or attach it"):
+        generate_many(target, None, prompts)
+
+
+def test_a_block_leaves_behind_what_was_there(target, draft, prompts):
+    batch, lookup = padded(prompts[:1]) | GREEDY, PromptLookup(target)
+
+    def assists(model):
+        model.last_stats = None
+        outcome(target, batch)
+        return model.last_stats is not None
+
+    with attach(target, draft) as outer:
+        assert outer.draft is draft and assists(draft)
+        with pytest.raises(KeyError), attach(target, lookup):
+            assert assists(lookup)
+            raise KeyError
+        assert assists(draft) and not assists(lookup)
+        detach(target)
+        assert not assists(draft)
+    assert not assists(draft)
+    attach(target, draft)
+    with attach(target, lookup):
+        assert assists(lookup)
+    assert assists(draft)
+    attach(target, lookup)  # replaces it
+    assert assists(lookup) and not assists(draft)
+
+
+def test_a_replaced_draft_is_not_kept(make_target, make_draft):
+    target = make_target()
+    held = [weakref.ref(attach(target, make_draft(target, seed)).draft) for seed in range(3)]
+    target.generate(torch.tensor([[1, 2, 3]]), max_new_tokens=3)
+    gc.collect()
+    assert [each() is None for each in held] == [True, True, False]
+
+
+def test_the_model_is_as_it_was(make_target, make_draft, tmp_path):
+    target, ids = make_target(), torch.tensor([[1, 2, 3]])
+    before, config, names = pickle.dumps(target), target.generation_config.to_dict(), set(vars(target))
+    draft = make_draft(target)
+    attached = attach(target, draft)
+    plain = target.generate(ids, max_new_tokens=6, assistant_model=None)
+    assert torch.equal(target.generate(ids, max_new_tokens=6), plain) and attached.num_assisted == 1
+    assert pickle.dumps(target) == before and set(vars(target)) == names
+    assert target.generation_config.to_dict() == config
+    for other in (copy.deepcopy(target), pickle.loads(before)):
+        assert torch.equal(other.generate(ids, max_new_tokens=6), plain)
+    target.save_pretrained(tmp_path)
+    assert torch.equal(Qwen3ForCausalLM.from_pretrained(tmp_path).generate(ids, max_new_tokens=6), plain)
+    assert attached.num_assisted == 1
+    kept, draft = weakref.ref(target), weakref.ref(draft)
+    del target, other
+    gc.collect()
+    assert kept() is None and attached.draft is draft()
+    attached.__exit__()
+    del attached
+    gc.collect()
+    assert draft() is None
+
+
+def test_threads_may_mix_calls_that_are_assisted_and_plain(target, draft, prompts):
+    kinds = [{}, {"num_beams": 2}, {"logits_processor": [Counter()]}]
+    calls = [padded(prompts[:1]) | GREEDY | kind for kind in kinds]
+    plain = [target.generate(**fresh(call)).tolist() for call in calls]
+    found: list = [[], [], []]
+    attached = attach(target, draft)
+
+    def run(place):
+        for _ in range(4):
+            found[place].append(target.generate(**fresh(calls[place])).tolist())
+
+    with warnings.catch_warnings(action="ignore"):
+        threads = [threading.Thread(target=run, args=(place,)) for place in range(3)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert found == [[each] * 4 for each in plain] and (attached.num_assisted, attached.num_plain) == (4, 8)
+
+
+def test_wrappers_end_at_the_model_they_wrap(make_target, make_draft):
+    peft = pytest.importorskip("peft")
+    target = make_target()
+    draft, config = make_draft(target), peft.LoraConfig(target_modules=["q_proj"], init_lora_weights=False)
+    adapted = peft.get_peft_model(target, config, adapter_name="one")
+    adapted.add_adapter("two", config)
+    adapted.eval()
+    batch = {"input_ids": torch.arange(12).view(2, 6), "max_new_tokens": 8, "do_sample": False}
+    rows = batch | {"adapter_names": ["one", "two"]}
+    plain, by_row = adapted.generate(**batch), adapted.generate(**rows)
+    attached = attach(adapted, draft)
+    assert torch.equal(adapted.generate(**batch), plain) and attached.num_assisted == 1
+    with pytest.warns(UserWarning, match="without the attached draft: .*adapter_names"):
+        assert torch.equal(adapted.generate(**rows), by_row)
+    detach(target)
+    compiled = torch.compile(target)
+    attached = attach(compiled, draft)
+    compiled.generate(**batch)
+    assert attached.num_assisted == 1
+    detach(compiled)
+
+
+def test_a_draft_comes_by_its_folder_in_the_targets_dtype(pair, fixtures, prompts):
+    target, folder = copy.deepcopy(pair[0]).bfloat16(), fixtures / "deepspec" / "trained" / "draft"
+    attached = attach(target, str(folder))
+    target.generate(**padded(prompts[:2]), **GREEDY)
+    assert attached.draft.dtype == torch.bfloat16 and attached.draft.last_stats.tau > 2
+    assert attach(target, folder, dtype="float32").draft.dtype == torch.float32
+
+
+def other_target():
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 3, "num_attention_heads": 2}
+    return Qwen3ForCausalLM(Qwen3Config(**sizes, head_dim=16, num_key_value_heads=2, vocab_size=80))
+
+
+def encoder_decoder():
+    sizes = {"vocab_size": 64, "d_model": 64, "d_kv": 16, "d_ff": 64, "num_layers": 2, "num_heads": 2}
+    return T5ForConditionalGeneration(T5Config(**sizes, decoder_start_token_id=0, pad_token_id=0))
+
+
+@pytest.mark.parametrize(
+    ("make", "draft", "error", "message"),
+    [
+        (other_target, "draft", ValueError, "not made for this target .*vocab_size"),
+        (encoder_decoder, "draft", ValueError, "encoder-decoder"),
+        (lambda: "a-target", "draft", TypeError, "name 'a-target': load it, AutoModelForCausalLM"),
+        ("draft", "draft", TypeError, "target comes first"),
+        ("target", "n-gram", ValueError, "no draft 'n-gram'; did you mean 'ngram'"),
+        ("target", "nobody/nothing", ValueError, "nobody/nothing has no config.json on the Hub"),
+        ("target", "./nothing", ValueError, "there is no folder ./nothing"),
+        ("target", None, TypeError, "DSparkDraftModel .* is needed, got NoneType"),
+        ("target", "target", TypeError, "is needed, got Qwen3ForCausalLM"),
+        ("target", "draft+dtype", TypeError, "dtype are for loading a draft by its name, got a DSparkDraftModel"),
+        ("target", "lookup+block", ValueError, "trees by prompt lookup alone"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_attached_is_said_at_once(pair, make, draft, error, message):
+    models, options = {"target": pair[0], "draft": pair[1]}, {}
+    target, chosen = models[make] if isinstance(make, str) else make(), models.get(draft, draft)
+    if draft == "draft+dtype":
+        chosen, options = pair[1], {"dtype": "float32"}
+    if draft == "lookup+block":
+        chosen = PromptLookup(target)
+        chosen.decoding = DecodingOptions(policy=FullBlock())
+    with pytest.raises(error, match=message) as raised:
+        attach(target, chosen, **options)
+    assert "\n" not in str(raised.value)
+    if target is pair[0]:  # and nothing is attached
+        with pytest.raises(TypeError, match="draft=None"):
+            generate_many(target, None, [[1]])
