@@ -12,7 +12,10 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 import families  # noqa: E402
 
 # Of each kind: multimodal ones with text inside, groups of positions, experts of two kinds, states, others' names.
-SOME = ["dory", "gemma4_unified", "llama4", "mllama", "dbrx", "qwen3_5", "blenderbot", "moshi", "blt", "longcat_flash"]
+SOME = [
+    "dory", "gemma4_unified", "llama4", "mllama", "dbrx", "qwen3_5", "blenderbot", "moshi", "blt", "longcat_flash",
+    "roformer",
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("model_type", [name for name in SOME if name in transformers.CONFIG_MAPPING])

@@ -17,7 +17,7 @@ from .adapters import adapter_obstacle, gives_rows_adapters
 from .int8_outliers import mixes_tokens
 from .recurrent import AttributeMixer, Mixer
 from .row_attention import RowAttention
-from .transformers_api import cache_argument, is_transformers_attention, own_step, state_cache_obstacle
+from .transformers_api import cache_argument, is_since, is_transformers_attention, own_step, state_cache_obstacle
 
 ATTENTION_LAYERS = {"full_attention", "sliding_attention", "chunked_attention", "dummy", "moe", "mlp"}
 RECURRENT_LAYERS = {"linear_attention", "conv", "hybrid"}
@@ -28,6 +28,8 @@ READS_AGAIN = {"phi3", "phi4_multimodal", "phimoe"}
 # Attention by the interface of transformers, with masks that are made by the model, or not of positions.
 OWN_MASKS = {"doge", "kosmos_2_text_model", "kosmos_2_5_text_model"}
 OWN_TOKENS = {"cpmant"}
+# Their passes over several tokens are not causal.
+READ_BOTH_WAYS = set() if is_since("5.18") else {"big_bird", "megatron-bert", "roformer"}
 # Models whose masks know no window, and whose caches forget what has left it.
 FORGETFUL_CACHES = {"moshi"}
 # Models that keep no keys and values, or in a form that cannot be taken back, such as for each pass through a loop.
@@ -346,6 +348,8 @@ class TargetSupport:
             obstacle = f"{self.name} has no cache of keys and values that could be cut back"
         if self.text.model_type in OWN_TOKENS:
             return f"{self.name} puts tokens of its own before each prompt, which a draft knows nothing of"
+        if self.text.model_type in READ_BOTH_WAYS:
+            return f"{self.name} reads what is drafted in both directions before transformers 5.18: upgrade it"
         if obstacle is None:
             return None
         return f"{obstacle}, so it cannot go back to before a rejected token: decode it without a draft"

@@ -19,6 +19,10 @@ NEWEST_TESTED = parse("5.24")
 CACHE_ARGUMENTS = ("cache", "past_key_values", "cache_params")
 
 
+def is_since(version: str) -> bool:
+    return parse(transformers.__version__) >= parse(version)
+
+
 @functools.cache
 def warn_if_untested() -> None:
     """Warn once of a minor version of transformers above the tested ones."""
