@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from ..scheduling.policies import ConfidenceThreshold, FullBlock, Policy
 from ..scheduling.scheduler import Scheduler
 from ..scheduling.step_costs import find_cost
 from ..targets.adapters import restore_adapters
+from ..targets.compiled_target import CompiledTarget
 from ..targets.support import TargetSupport
 from ..targets.transformers_api import generation_obstacles, warn_if_untested
 from .call import decode_call
@@ -180,6 +182,9 @@ def plan_call(
         policy = options.policy or default_policy(draft, target, options.trees, support)
     else:  # the call's own comes first
         policy = ConfidenceThreshold(float(threshold)) if threshold else FullBlock()
+    pads = device.type != "cpu" and CompiledTarget.of(support, options.compile) is not None
+    if pads and isinstance(policy, Scheduler) and policy.cost is not None:
+        policy = replace(policy, cost=policy.cost.padded())
     reasons += policy_obstacles(policy, draft, support, config.do_sample, max_drafts)
     return {"policy": policy, "max_drafts": max_drafts, "options": options, "support": support}, reasons
 

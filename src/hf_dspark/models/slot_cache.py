@@ -73,7 +73,7 @@ class SlotLayout:
         return self._by_device[device]
 
     @functools.cached_property
-    def _tree(self) -> tuple[torch.Tensor, torch.Tensor]:
+    def tree(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Return how deep each column is, and which columns it sees: its ancestors and itself; `[R, width]` and
         `[R, width, width]`, on the CPU."""
         depths = np.zeros((self.num_rows, self.width), dtype=np.int64)
@@ -88,7 +88,7 @@ class SlotLayout:
         """Return the position of each slot, `[R, slots]`, and whether each column of a tree sees it,
         `[R, width, slots]`. Nodes of equal depth have equal positions, in slots of their own."""
         if (device, "trees") not in self._by_device:
-            (depths, sees), slots = self._tree, torch.arange(self.end, device="cpu")
+            (depths, sees), slots = self.tree, torch.arange(self.end, device="cpu")
             starts = torch.tensor(self.starts, device="cpu")[:, None]
             is_node = (slots >= starts) & (slots < starts + self.width)
             columns = (slots - starts).clamp(0, self.width - 1)
@@ -111,7 +111,7 @@ class SlotLayout:
         """Return positions `[R, width]`; columns that hold no token continue the count."""
         starts = to_device(self.starts, device)[:, None]
         if self.parents is not None:
-            return starts + to_device(self._tree[0], device)
+            return starts + to_device(self.tree[0], device)
         return starts + torch.arange(self.width, device=device)
 
     def to_rows(self, states: torch.Tensor) -> torch.Tensor:
@@ -167,6 +167,17 @@ class SlotCache(Cache):
     def lengths(self) -> tuple[int, ...]:
         """Committed slots of each row; what lies after them is stale."""
         return tuple(self._lengths)
+
+    @property
+    def stores(self) -> dict[tuple[int, str], torch.Tensor]:
+        """The keys and values, `[rows, heads, capacity, size]`, by layer and "keys" or "values"."""
+        return self._stores
+
+    def grow(self, needed: int, wanted: int) -> None:
+        """Give layers that have room for fewer slots than are needed room for as many as are wanted."""
+        for name, store in list(self._stores.items()):
+            if store.shape[2] < needed:
+                self._store(name, store, wanted)
 
     def commit(self, row: int, count: int) -> None:
         """Count the next slots of a row, which hold its latest tokens, as committed."""

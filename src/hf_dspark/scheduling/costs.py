@@ -4,7 +4,7 @@ import itertools
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from numbers import Integral, Real
 from pathlib import Path
@@ -189,6 +189,22 @@ class ThroughputTable:
         first = min(chain[min(num_nodes, int(nodes[0]))], seconds[0])
         grown = np.where(counts < nodes[0], chain + seconds[0] - first, np.interp(counts, nodes, seconds))
         return grown + self.context_cost(load)
+
+    def padded(self) -> "ThroughputTable":
+        """Return the table of passes that are padded to 2, 4, 8, ... tokens: each costs what its padded size costs."""
+        sizes = [2**power for power in range(1, 1 + max(1, (self.verify_tokens[-1] - 1).bit_length()))]
+        ranges = [(1, 2), *((size // 2 + 1, size) for size in sizes[1:])]
+        rates = [rate for rate in 1 / self.seconds_of(sizes) for _ in range(2)]
+
+        def trees(pairs: Sequence[Sequence[float]]) -> list[tuple[int, float]]:  # of n nodes: passes of n + 1 tokens
+            nodes, seconds = zip(*pairs, strict=True)
+            measured = [(max(2, first), end) for first, end in ranges if first - 1 <= nodes[-1] and nodes[0] < end]
+            each = ((count, end) for first, end in measured for count in (first, end))
+            return sorted({(count - 1, float(np.interp(end - 1, nodes, seconds))) for count, end in each})
+
+        known = {name: trees(pairs) for name in ("trees", "best_trees") if (pairs := getattr(self, name))}
+        tokens = [count for both in ranges for count in both]
+        return replace(self, verify_tokens=tokens, steps_per_second=rates, **known)
 
     def to_sglang(self) -> dict[str, Any]:
         """Return SGLang's 1-D table; fields that its reader ignores carry the rest."""

@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from numbers import Real
+from typing import Literal
 
 from ..files import shortened
 from .policies import Policy, require_types
@@ -26,10 +27,13 @@ class DecodingOptions:
         observer (`Callable`, *optional*): Is called with the [`RoundOutcome`] of each round.
         use_transformers_loop (`bool`): Whether transformers' own assisted loop verifies and commits, one sequence at
             a time; for comparison.
+        compile (`bool` or `"auto"`): Whether the passes of a round run as compiled graphs; `"auto"`: on a GPU. The
+            first rounds wait for the compiler. What cannot be compiled runs as without it, which a warning says once.
 
     Raises:
         TypeError: If an option is of another type.
-        ValueError: If `other_tokens` is no number of tokens, or `trees` is given beside a policy.
+        ValueError: If `other_tokens` is no number of tokens, `trees` is given beside a policy, or `compile` is text
+            other than `"auto"`.
 
     Example:
 
@@ -47,6 +51,7 @@ class DecodingOptions:
     domain: str | None = None
     observer: Callable[[RoundOutcome], None] | None = None
     use_transformers_loop: bool = False
+    compile: bool | Literal["auto"] = False
 
     def __post_init__(self) -> None:
         if isinstance(self.policy, type):
@@ -60,7 +65,9 @@ class DecodingOptions:
             raise ValueError(
                 f"trees={self.trees} chooses the default policy, got policy={shortened(self.policy)}, too: drop one"
             )
-        flags = {"prompt_lookup": bool, "use_transformers_loop": bool, "trees": bool | None}
+        if isinstance(self.compile, str) and self.compile != "auto":
+            raise ValueError(f"compile must be True, False or 'auto', got {shortened(self.compile)}")
+        flags = {"compile": bool | str, "prompt_lookup": bool, "use_transformers_loop": bool, "trees": bool | None}
         require_types(self, **flags, domain=str | None, observer=Callable | None)
         if not callable(self.other_tokens):
             self.tokens_of_others()

@@ -24,17 +24,20 @@ class FeatureCapture:
         layers, self._support = support.layers, support
         self._counting: tuple[nn.Module, Callable] = (support.decoder, self._keep_shape)
         self._shape: tuple[int, int] | None = None  # rows and tokens of the latest pass
-        self._target_layer_ids = list(target_layer_ids)
+        self.target_layer_ids = tuple(target_layer_ids)
         self._captured: dict[int, torch.Tensor] = {}
         self._thread = 0  # that runs the passes: others may run their own at the same time
-        self._taps: list[tuple[nn.Module, Callable]] = [
-            (layers[max(0, layer_id)], partial(self._keep, layer_id)) for layer_id in self._target_layer_ids
-        ]
+        tapped = [(layer_id, layers[max(0, layer_id)]) for layer_id in self.target_layer_ids]
+        self._taps = [(layer, partial(self._keep, layer_id)) for layer_id, layer in tapped]
+        self._traced_taps = [(layer, partial(_keep_traced, layer_id)) for layer_id, layer in tapped]
 
-    def attach(self) -> None:
+    def attach(self, is_compiled: bool = False) -> None:
+        """Put the hooks on; those of a compiled pass are traced into its graph, which gives back what they keep."""
         self._thread, (decoder, keep_shape) = get_ident(), self._counting
-        decoder.register_forward_pre_hook(keep_shape, with_kwargs=True)
-        for layer_id, (layer, hook) in zip(self._target_layer_ids, self._taps, strict=True):
+        if not is_compiled:
+            decoder.register_forward_pre_hook(keep_shape, with_kwargs=True)
+        taps = self._traced_taps if is_compiled else self._taps
+        for layer_id, (layer, hook) in zip(self.target_layer_ids, taps, strict=True):
             if layer_id == -1:
                 layer.register_forward_pre_hook(hook, with_kwargs=True)
             else:
@@ -42,7 +45,7 @@ class FeatureCapture:
 
     def restore(self) -> None:
         """Take all hooks off, however many there are; what was captured stays."""
-        for layer, hook in (self._counting, *self._taps):
+        for layer, hook in (self._counting, *self._taps, *self._traced_taps):
             remove_hook(layer, hook)
 
     def __enter__(self) -> "FeatureCapture":
@@ -57,6 +60,10 @@ class FeatureCapture:
         self.restore()
         self._captured.clear()
 
+    def keep(self, states: Sequence[torch.Tensor], num_tokens: int) -> None:
+        """Take the states that a compiled pass over packed tokens gave back."""
+        self._shape, self._captured = (1, num_tokens), dict(zip(self.target_layer_ids, states, strict=True))
+
     def _keep_shape(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         given = (*args[:1], kwargs.get("input_ids"), kwargs.get("inputs_embeds"))
         if get_ident() == self._thread:
@@ -65,9 +72,7 @@ class FeatureCapture:
     def _keep(self, layer_id: int, module: nn.Module, args: tuple, found: Any) -> None:
         """Keep a layer's output; before layer 0, what it is given: then `found` are its keyword arguments."""
         if get_ident() == self._thread:
-            if layer_id == -1:
-                found = args[0] if args else found["hidden_states"]
-            self._captured[layer_id] = found[0] if isinstance(found, (tuple, list)) else found
+            self._captured[layer_id] = _states(layer_id, args, found)
 
     def _features_of(self, layer_id: int) -> torch.Tensor:
         """Return one vector for each position, `[B, S, d]`; streams are averaged."""
@@ -89,12 +94,25 @@ class FeatureCapture:
 
         The tapped layers may be on several devices. DSpark Eq. 2, inside the brackets.
         """
-        missing = [layer_id for layer_id in self._target_layer_ids if layer_id not in self._captured]
+        missing = [layer_id for layer_id in self.target_layer_ids if layer_id not in self._captured]
         if missing:
             raise RuntimeError(f"the target ran no forward pass through its layers {missing} since the last capture")
-        parts = [self._features_of(layer_id).to(device) for layer_id in self._target_layer_ids]
+        parts = [self._features_of(layer_id).to(device) for layer_id in self.target_layer_ids]
         self._captured.clear()
         return torch.cat(parts, dim=-1).to(dtype)
+
+
+TRACED: dict[int, torch.Tensor] = {}  # empty but while a graph is traced
+
+
+def _keep_traced(layer_id: int, module: nn.Module, args: tuple, found: Any) -> None:
+    TRACED[layer_id] = _states(layer_id, args, found)
+
+
+def _states(layer_id: int, args: tuple, found: Any) -> torch.Tensor:
+    if layer_id == -1:
+        found = args[0] if args else found["hidden_states"]
+    return found[0] if isinstance(found, (tuple, list)) else found
 
 
 def remove_hook(module: nn.Module, hook: Callable) -> None:

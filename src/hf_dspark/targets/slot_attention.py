@@ -4,9 +4,11 @@ Its layers get packed tokens, its attention rows. Its own mask functions (causal
 slots and positions instead of columns.
 """
 
+import threading
 from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -15,7 +17,9 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import causal_mask_function
 
 from ..models.attention import attend_with_extras, fold_mask, grouped_attention
+from ..models.fixed_cache import FixedCache
 from ..models.slot_cache import SlotCache, SlotLayout
+from .compiled_target import CompiledTarget
 from .feature_capture import FeatureCapture
 from .patched_forward import ELSEWHERE
 from .support import TargetSupport
@@ -27,7 +31,7 @@ NAME = "hf_dspark_slots"
 class _Pass:
     """The forward pass that is running, and the masks its layers share."""
 
-    layout: SlotLayout
+    layout: SlotLayout | FixedCache
     ignores_caps: bool = False  # as the target's own attention does
     # Each mask is folded once, and kept so that its id is not used again.
     folded: dict[tuple[int, int], tuple[torch.Tensor | None, ...]] = field(default_factory=dict)
@@ -38,7 +42,14 @@ class _Pass:
         return self.folded[id(mask), group][1]
 
 
+class _CompiledPass(_Pass):
+    def fold(self, mask: torch.Tensor, group: int, dtype: torch.dtype) -> torch.Tensor:
+        return fold_mask(mask, group, dtype)
+
+
 _running: ContextVar[_Pass | None] = ContextVar("hf_dspark_pass", default=None)
+# What is traced cannot read a context variable: compiled passes of several threads wait for each other.
+_traced, _tracing = SimpleNamespace(running=None), threading.Lock()
 
 
 def slot_attention(
@@ -106,6 +117,8 @@ def slot_mask(
 ) -> torch.Tensor | None:
     """Return what the target's mask function says of positions and slots, `[R, 1, width, slots]`; `None`: causal."""
     layout = _running_pass().layout
+    if isinstance(layout, FixedCache):
+        return layout.mask(mask_function)
     starts_empty = not any(layout.starts) and layout.width > 1
     sees_all = layout.width == 1 and layout.num_rows == 1
     if layout.parents is None and mask_function is causal_mask_function and (starts_empty or sees_all):
@@ -133,10 +146,16 @@ class PackedTarget:
     Args:
         support ([`TargetSupport`]): Of the causal LM.
         capture ([`FeatureCapture`], *optional*): Is attached to the target during each pass.
+        compiled ([`CompiledTarget`], *optional*): Runs the passes that it takes.
     """
 
-    def __init__(self, support: TargetSupport, capture: FeatureCapture | None = None) -> None:
-        self._target, self._support, self._capture = support.target, support, capture
+    def __init__(
+        self,
+        support: TargetSupport,
+        capture: FeatureCapture | None = None,
+        compiled: CompiledTarget | None = None,
+    ) -> None:
+        self._target, self._support, self._capture, self._compiled = support.target, support, capture, compiled
         self.lock = support.switch.lock
 
     def __call__(self, cache: SlotCache, layout: SlotLayout, **inputs: Any) -> Any:
@@ -144,6 +163,11 @@ class PackedTarget:
         with self.lock:  # built-in locks are released whenever an interrupt comes; context managers in Python are not
             try:
                 try:
+                    if self._compiled is not None and self._compiled.takes(layout, inputs):
+                        try:
+                            return self._run_compiled(cache, layout, inputs)
+                        except Exception as error:  # of the compiler, or memory: nothing is committed yet
+                            self._compiled.give_up(error)
                     self._enter(cache, layout)
                     with cache.writing(layout):
                         inputs[self._support.cache_argument] = cache
@@ -153,7 +177,18 @@ class PackedTarget:
             finally:
                 self.restore()  # again, for an interrupt while it leaves
 
-    def _enter(self, cache: SlotCache, layout: SlotLayout) -> None:
+    def _run_compiled(self, cache: SlotCache, layout: SlotLayout, inputs: dict[str, Any]) -> Any:
+        with _tracing:
+            fixed = self._compiled.begin(cache, layout)
+            self._enter(cache, layout, is_compiled=True)
+            _traced.running = _CompiledPass(fixed, self._support.switch.ignores_caps)
+            _running.set(_traced.running)
+            try:
+                return self._compiled.run(self._target, self._capture, layout.num_tokens, inputs)
+            finally:
+                _traced.running = None
+
+    def _enter(self, cache: SlotCache, layout: SlotLayout, is_compiled: bool = False) -> None:
         self.restore()  # what a pass left that could not restore it
         support, originals = self._support, self._support.switch.originals
         originals[:] = [(config, config._attn_implementation) for config in support.attention_configs]
@@ -162,9 +197,8 @@ class PackedTarget:
         for config in support.attention_configs:
             config._attn_implementation = NAME
         if self._capture is not None:
-            self._capture.attach()
-        # Before transformers 5.21 its `sdpa` took models that cap their scores, and left the caps out.
-        _running.set(_Pass(layout, {implementation for _, implementation in originals} == {"sdpa"}))
+            self._capture.attach(is_compiled)
+        _running.set(_Pass(layout, support.switch.ignores_caps))
 
     def restore(self) -> None:
         _running.set(None)
@@ -176,7 +210,8 @@ class PackedTarget:
 
 
 def _running_pass() -> _Pass:
-    running = _running.get()
+    running = _traced.running if torch.compiler.is_compiling() else None
+    running = _running.get() if running is None else running
     if running is None:
         raise RuntimeError(ELSEWHERE)
     return running

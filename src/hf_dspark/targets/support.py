@@ -77,6 +77,11 @@ class Switch:
     # How each config attends by itself. It is filled before anything is switched, and emptied when all is restored.
     originals: list[tuple[PreTrainedConfig, str]] = field(default_factory=list)
 
+    @property
+    def ignores_caps(self) -> bool:
+        """Whether the target leaves out caps of scores, as `sdpa` did before transformers 5.21."""
+        return {implementation for _, implementation in self.originals} == {"sdpa"}
+
     def restore(self) -> None:
         for config, implementation in self.originals:
             config._attn_implementation = implementation

@@ -1,0 +1,134 @@
+"""Runs verification passes of a target as compiled graphs: all its layers are one graph, for all rounds.
+
+The first passes of a target wait for the compiler. What cannot be compiled is run as without it.
+"""
+
+import warnings
+import weakref
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from ..models.fixed_cache import WIDTHS, FixedCache, compiled, mark_dynamic
+from ..models.slot_cache import SlotCache, SlotLayout
+from .feature_capture import TRACED, FeatureCapture
+from .support import LENGTH_DEPENDENT_ROPE, TargetSupport
+
+KINDS = ("cpu", "cuda")
+BY_TOKEN = {"input_ids", "token_type_ids"}
+
+_known: "weakref.WeakKeyDictionary[TargetSupport, CompiledTarget]" = weakref.WeakKeyDictionary()
+
+
+class CompiledTarget:
+    """The compiled passes of one target, which it outlives no graph of. Get it by [`CompiledTarget.of`]."""
+
+    def __init__(self, support: TargetSupport) -> None:
+        self.obstacle = obstacle_of(support)  # why passes are not compiled
+        self._name, self._cache_argument, self._device = support.name, support.cache_argument, support.input_device
+        self._cache, self._has_warned = FixedCache(), False
+        self._run = compiled(_run, self._device)
+
+    @classmethod
+    def of(cls, support: TargetSupport, wanted: bool | str) -> "CompiledTarget | None":
+        """Return those of a target, made once, if a call wants them: `True`, or `"auto"` on accelerators."""
+        if not wanted or (wanted == "auto" and support.input_device.type != "cuda"):
+            return None
+        if support not in _known:
+            _known[support] = cls(support)
+        found, reason = _known[support], "hooks are around its modules" if support.is_hooked else None
+        reason = found.obstacle or reason
+        if reason is not None and wanted != "auto":
+            found._warn(reason)
+        return found if reason is None else None
+
+    def takes(self, layout: SlotLayout, inputs: dict[str, Any]) -> bool:
+        """Tell whether a pass can be compiled: drafts, of which nothing but logits and features is wanted."""
+        return (
+            self.obstacle is None
+            and not (layout.is_prefill or layout.singly or layout.first_row)
+            and layout.width <= WIDTHS[-1]
+            and min(layout.counts) > 0
+            and "input_ids" in inputs
+            and not inputs.get("output_hidden_states")
+            and not torch.is_autocast_enabled(self._device.type)
+        )
+
+    def begin(self, cache: SlotCache, layout: SlotLayout) -> FixedCache:
+        """Return what the coming pass writes to and attends to."""
+        self._cache.begin(cache, layout, self._device)
+        return self._cache
+
+    def run(
+        self, target: PreTrainedModel, capture: FeatureCapture | None, num_tokens: int, inputs: dict[str, Any]
+    ) -> SimpleNamespace:
+        """Run the pass over packed tokens, and return its logits as the target does; the capture gets the features."""
+        fixed, layer_ids = self._cache, () if capture is None else capture.target_layer_ids
+        padding = (0, len(fixed.rows) - num_tokens)
+        by_token = {name: nn.functional.pad(inputs[name], padding) for name in inputs.keys() & BY_TOKEN}
+        by_token["position_ids"] = fixed.positions[None]
+        inputs = inputs | {name: mark_dynamic(part, 1) for name, part in by_token.items()}
+        try:
+            if self._device.type != "cpu":
+                torch.compiler.cudagraph_mark_step_begin()
+            logits, states = self._run(target, fixed, self._cache_argument, layer_ids, inputs)
+        finally:
+            fixed.stores = {}
+            TRACED.clear()
+        if self._device.type != "cpu":  # the next pass writes where this one did
+            logits = logits.clone()
+        if capture is not None:
+            capture.keep(states, len(fixed.rows))
+        return SimpleNamespace(logits=logits[:, :num_tokens], hidden_states=None)
+
+    def give_up(self, error: Exception) -> None:
+        """Say why a pass failed, and compile no other: it is repeated without."""
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        self.obstacle = f"it could not be compiled ({reason[:300]})"
+        self._warn(self.obstacle)
+
+    def _warn(self, reason: str) -> None:
+        if not self._has_warned:
+            self._has_warned = True
+            warnings.warn(
+                f"DecodingOptions(compile=...): {self._name} is decoded without compiled graphs, because {reason}. "
+                "The tokens are the same",
+                stacklevel=4,
+            )
+
+
+def _run(
+    target: PreTrainedModel, cache: FixedCache, cache_argument: str, layer_ids: tuple[int, ...], inputs: dict[str, Any]
+) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    logits = target(**inputs, **{cache_argument: cache}, use_cache=True, return_dict=True).logits
+    return logits, [TRACED.pop(layer_id) for layer_id in layer_ids]
+
+
+def obstacle_of(support: TargetSupport) -> str | None:
+    """Return why passes of a target cannot be compiled, as far as that is known before it is tried."""
+    target, device = support.target, support.input_device
+    modules = (target, *support.modules)
+    if device.type not in KINDS:
+        return f"it is on the device {str(device)!r}, and graphs were tried on {' and '.join(KINDS)}"
+    if any(hasattr(module, "_hf_hook") for module in modules):
+        return "accelerate moves weights or inputs between devices"
+    if getattr(target, "hf_quantizer", None) is not None or support.has_outliers:
+        return "its weights are quantised"
+    if any(map(is_compiled, modules)):
+        return "it is compiled already"
+    if support.by_rows:
+        return "it keeps recurrent states, or attends row by row"
+    if any(part.get("rope_type") in LENGTH_DEPENDENT_ROPE for part in support.rope_parameters):
+        return "its rotary frequencies depend on the longest row"
+    return None
+
+
+def is_compiled(module: nn.Module) -> bool:
+    forward = getattr(module.forward, "__func__", module.forward)
+    made_by_dynamo = hasattr(forward, "_torchdynamo_orig_callable")
+    return (
+        made_by_dynamo or isinstance(module, torch._dynamo.OptimizedModule) or module._compiled_call_impl is not None
+    )

@@ -1,0 +1,237 @@
+"""Rounds as compiled graphs: the tokens of rounds without, few graphs, and what cannot be compiled.
+
+Dynamo traces the graphs as a whole, and a backend that only counts them stands for the compiler.
+"""
+
+import copy
+import gc
+import warnings
+import weakref
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from hf_dspark import ConfidenceThreshold, DecodingOptions, FullBlock, Scheduler, ThroughputTable
+from hf_dspark.decoding import hook
+from hf_dspark.models import fixed_cache
+from hf_dspark.models.fixed_cache import fixed_size
+from hf_dspark.models.slot_cache import SlotLayout
+from hf_dspark.targets import compiled_target
+from hf_dspark.targets.compiled_target import CompiledTarget
+from tests.gpu.pretended import DEVICE, Pretended, moved
+from tests.rows import padded
+from tests.targets.test_model_types import (
+    COMMON,
+    PLAIN,
+    PROMPTS,
+    TYPES,
+    know_the_answers,
+    make_own_draft,
+)
+
+QUICK_TYPES = ("gemma2", "gpt2")
+SLOW_TYPES = ("llama", "mixtral", "qwen3", "gemma3_text", "phi3", "opt", "gpt_oss", "afmoe", "deepseek_v3")
+COMPILED_TYPES = [*QUICK_TYPES, *(pytest.param(each, marks=pytest.mark.slow) for each in SLOW_TYPES)]
+GREEDY, DRAWN = {"do_sample": False}, {"do_sample": True, "top_k": 0, "temperature": 0.8}
+TREES = Scheduler(num_nodes=12)
+
+
+@pytest.fixture
+def graphs(monkeypatch) -> list[torch.fx.GraphModule]:
+    """The graphs that were made, which run without a compiler."""
+    made = []
+
+    def backend(graph, inputs):
+        made.append(graph)
+        return graph
+
+    monkeypatch.setattr(fixed_cache, "BACKEND", backend)
+    monkeypatch.setattr(compiled_target, "_known", weakref.WeakKeyDictionary())
+    torch._dynamo.reset()
+    return made
+
+
+@pytest.fixture
+def uncompiled(monkeypatch) -> None:
+    """Run what would be compiled as it is, on any device."""
+    monkeypatch.setattr(compiled_target, "_known", weakref.WeakKeyDictionary())
+    monkeypatch.setattr(compiled_target, "compiled", lambda function, device: function)
+
+
+@pytest.fixture(autouse=True)
+def no_warning():
+    """What is not compiled is an error, unless a test expects it."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", ".*without compiled graphs")
+        yield
+
+
+def decoded(pair, rows, options, **kwargs):
+    target, draft = pair
+    draft.decoding = options
+    torch.manual_seed(0)
+    batch = padded([prompt[:9] for prompt in (PROMPTS * 2)[:rows]])
+    try:
+        kwargs = {"max_new_tokens": 40, "pad_token_id": 0, "eos_token_id": None} | kwargs
+        return target.generate(**batch, assistant_model=draft, **kwargs)
+    finally:
+        draft.decoding = DecodingOptions()
+
+
+def make_small_target(model_type):
+    facts = COMMON | TYPES[model_type] | {"num_hidden_layers": 2}
+    if "layer_types" in facts:
+        facts["layer_types"] = facts["layer_types"][:2]
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **facts)).eval()
+
+
+@pytest.mark.parametrize("model_type", COMPILED_TYPES)
+def test_targets_of_many_types_compile_as_a_whole_and_decode_the_same(model_type, graphs, monkeypatch):
+    target = make_small_target(model_type)
+    draft = make_own_draft(target)
+    draft.decoding = DecodingOptions(compile=True)
+    alone = [target.generate(input_ids=torch.tensor([prompt]), **PLAIN)[0].tolist() for prompt in PROMPTS]
+    know_the_answers(monkeypatch, alone)
+    batch = padded(PROMPTS)
+    output = target.generate(**batch, assistant_model=draft, **PLAIN)
+    answers = [row[len(prompt) :] for prompt, row in zip(PROMPTS, alone, strict=True)]
+    assert output[:, batch["input_ids"].shape[1] :].tolist() == answers
+    assert len(graphs) <= 2 and len(set(draft.last_stats.accepted)) >= 3
+
+
+@pytest.mark.parametrize("rows", [1, 8])
+def test_rounds_of_any_kind_give_the_same_tokens_without_another_graph(rows, graphs, pair):
+    policies = {"whole": FullBlock(), "cut": ConfidenceThreshold(0.6), "trees": TREES}
+    for sampling in (GREEDY, DRAWN, DRAWN | {"top_k": 9, "top_p": 0.9}):
+        for policy in policies.values():
+            expected = decoded(pair, rows, DecodingOptions(policy=policy), **sampling)
+            for _ in range(2):
+                found = decoded(pair, rows, DecodingOptions(policy=policy, compile=True), **sampling)
+                assert torch.equal(found, expected)
+    assert len(graphs) == 1 + (rows > 1)  # of several rows, and of the last one
+
+
+def test_no_graph_is_made_after_the_first_rounds(graphs, pair):
+    options = DecodingOptions(policy=ConfidenceThreshold(0.5), compile=True)
+    decoded(pair, 1, options, **DRAWN)
+    warm, rounds, accepted, seed = len(graphs), 0, set(), 0
+    while rounds < 200:
+        decoded(pair, 1, options, **DRAWN, max_new_tokens=40 + 7 * seed)
+        statistics, seed = pair[1].last_stats, seed + 1
+        rounds += len(statistics.accepted)
+        accepted |= set(statistics.accepted)
+    assert len(graphs) == warm == 1
+    assert len(accepted) >= 5
+
+
+@pytest.mark.parametrize("policy", [FullBlock(), TREES], ids=["chains", "trees"])
+@pytest.mark.parametrize("rows", [1, 5])
+def test_passes_padded_for_an_accelerator_give_the_same_tokens(rows, policy, uncompiled, pair, monkeypatch):
+    sizes = []
+
+    def as_on_a_gpu(layout, device):
+        sizes.append(fixed_size(layout, torch.device("cuda")))
+        return sizes[-1]
+
+    expected = decoded(pair, rows, DecodingOptions(policy=policy), **DRAWN)
+    monkeypatch.setattr(fixed_cache, "fixed_size", as_on_a_gpu)
+    assert torch.equal(decoded(pair, rows, DecodingOptions(policy=policy, compile=True), **DRAWN), expected)
+    assert len(set(sizes)) >= 2 and {width for _, width in sizes} <= set(fixed_cache.WIDTHS)
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_a_pretended_accelerator_is_compiled_for_by_itself(rows, uncompiled, pair, monkeypatch):
+    expected, passes, run = decoded(pair, rows, DecodingOptions(), **GREEDY), [], CompiledTarget.run
+    monkeypatch.setattr(CompiledTarget, "run", lambda *args, **kwargs: passes.append(1) or run(*args, **kwargs))
+    device_pair = [moved(copy.deepcopy(model)) for model in pair]
+    with Pretended():
+        batch = {name: part.to(DEVICE) for name, part in padded([prompt[:9] for prompt in PROMPTS[:rows]]).items()}
+        device_pair[1].decoding = DecodingOptions(compile="auto")
+        options = GREEDY | {"max_new_tokens": 40, "pad_token_id": 0, "eos_token_id": None}
+        output = device_pair[0].generate(**batch, assistant_model=device_pair[1], **options)
+    assert torch.equal(output.host, expected) and len(passes) > 5
+    decoded(pair, rows, DecodingOptions(compile="auto"), **GREEDY)  # not on a CPU
+    assert len(passes) < 40
+
+
+@pytest.mark.parametrize(
+    ("counts", "size"),
+    [((1,), (2, 2)), ((5,), (8, 8)), ((33,), (64, 64)), ((3, 1, 1), (8, 4)), ((8, 8, 8), (24, 8)), ((1, 1), (2, 2))],
+)
+def test_passes_have_few_sizes_on_accelerators(counts, size):
+    assert fixed_size(SlotLayout((10,) * len(counts), counts), torch.device("cuda")) == size
+
+
+def test_scheduler_counts_what_padded_passes_cost(uncompiled, pair, monkeypatch):
+    table = ThroughputTable((1, 8, 64), (95, 94, 80), trees=((4, 0.0115), (15, 0.013)))
+    counted = table.padded()
+    tokens = range(1, 65)
+    expected = [float(table.seconds_of([max(2, 1 << (count - 1).bit_length())])[0]) for count in tokens]
+    assert counted.seconds_of(tokens).tolist() == pytest.approx(expected)
+    assert [nodes for nodes, _ in counted.trees] == [4, 7, 8, 15] and counted.trees[-1][1] == 0.013
+    target, draft = [moved(copy.deepcopy(model)) for model in pair]
+    for compiles in (False, "auto"):
+        options = DecodingOptions(policy=Scheduler(table), compile=compiles)
+        config, cutoff = target.generation_config, dict.fromkeys(hook.CUTOFF_ARGUMENTS)
+        plan, _ = hook.plan_call(target, draft, options, config, cutoff)
+        assert plan["policy"].cost == (counted if compiles else table)
+
+
+def broken_backend(graph, inputs):
+    raise RuntimeError("no compiler was found")
+
+
+def attach_a_hook(target):
+    target.model.layers[0].register_forward_hook(lambda module, args, output: None)
+
+
+def compile_before(target):
+    target.forward = torch.compile(target.forward, backend="eager")
+
+
+OBSTACLES = {
+    "compiler": (lambda target: None, "could not be compiled .*no compiler was found"),
+    "hook": (attach_a_hook, "hooks are around its modules"),
+    "compiled": (compile_before, "it is compiled already"),
+    "quantised": (lambda target: setattr(target, "hf_quantizer", object()), "its weights are quantised"),
+    "memory": (lambda target: None, "could not be compiled .*OutOfMemoryError: no memory"),
+}
+
+
+@pytest.mark.parametrize("name", OBSTACLES)
+def test_what_cannot_be_compiled_is_decoded_without_and_named_once(name, graphs, pair, monkeypatch):
+    pair, (prepare, reason) = (copy.deepcopy(pair[0]), pair[1]), OBSTACLES[name]
+    expected = decoded(pair, 1, DecodingOptions(), **DRAWN)
+    if name == "compiler":
+        monkeypatch.setattr(fixed_cache, "BACKEND", broken_backend)
+    if name == "memory":
+
+        def begin(*args):
+            raise torch.OutOfMemoryError("no memory")
+
+        monkeypatch.setattr(fixed_cache.FixedCache, "begin", begin)
+    prepare(pair[0])
+    implementation = pair[0].config._attn_implementation
+    with pytest.warns(UserWarning, match=f"without compiled graphs, because .*{reason}") as said:
+        for _ in range(2):
+            assert torch.equal(decoded(pair, 1, DecodingOptions(compile=True), **DRAWN), expected)
+    assert len([each for each in said if "compiled graphs" in str(each.message)]) == 1 and not graphs
+    assert pair[0].config._attn_implementation == implementation
+    assert name == "hook" or not any(module._forward_hooks for module in pair[0].modules())
+
+
+def test_graphs_go_with_their_target(graphs, pair):
+    target = copy.deepcopy(pair[0])
+    decoded((target, pair[1]), 1, DecodingOptions(compile=True), **GREEDY)
+    alive = weakref.ref(target)
+    pair[1].bind(pair[0])
+    del target
+    gc.collect()
+    assert graphs and alive() is None and not compiled_target._known
+
+
+def test_unknown_ways_to_compile_are_refused():
+    with pytest.raises(ValueError, match="compile must be True, False or 'auto', got 'always'"):
+        DecodingOptions(compile="always")
