@@ -25,7 +25,7 @@ from typing import Any, TextIO
 from .parser import PROGRAM, WRONG_WORDS, parse
 
 DONE, FAILED, INTERRUPTED = 0, 1, 130
-MEASURING = ("measure", "train")  # whose commands need cores of their own
+MEASURING = ("race", "train", "calibrate", "profile", "eval")  # commands that need cores of their own
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             run = getattr(import_module(f".{options.module}", __name__), f"run_{options.command}")
             if not console.progress:
                 import_module("transformers.utils.logging").disable_progress_bar()
-            measures = options.module in MEASURING and not getattr(options, "show", False)
+            measures = options.command in MEASURING and not getattr(options, "show", False)
             if measures and (hint := import_module("hf_dspark.provenance").load_hint()):
                 console.note(hint)
             with warnings.catch_warnings():

@@ -28,7 +28,6 @@ EPILOG = """hf-dspark COMMAND --help shows what a command does, with an example.
 exit codes: 0 done, 1 failed, 2 wrong arguments or input, 130 interrupted.
 HF_DSPARK_DEBUG=1 shows where an error came from."""
 POLICIES = "default, full, scheduled, threshold=T with T in [0, 1], tree=N with N nodes"
-COMPARED = "also decode without the draft"
 GOES_ON = "the same command goes on from there"
 PROMPTS = "JSON Lines (or a JSON array, CSV, Parquet) of strings, or objects with 'prompt' or 'messages'; - is stdin"
 TRAINING = """arguments of the training: all of transformers' Trainer, which --help_all shows, such as
@@ -131,16 +130,26 @@ def generate(parser: ArgumentParser) -> None:
     times and tokens per round go to stderr.
 
     example: hf-dspark generate --target examples/gsm8k_pair/target --draft examples/gsm8k_pair/draft
-      --dtype float32 --temperature 0 --compare $'Question: How much are 4 pens at 3 dollars?\\nAnswer:'
+      --dtype float32 --temperature 0 $'Question: How much are 4 pens at 3 dollars?\\nAnswer:'
     """
     add = parser.add_argument
-    given = parser.add_mutually_exclusive_group().add_argument
-    given("prompts", nargs="*", default=[], metavar="PROMPT", help="one on stdin unless given")
-    given("--prompts_file", type=file, metavar="FILE", help=PROMPTS)
+    _add_prompts(parser)
     add("--batch_size", type=count, default=8, metavar="N", help="prompts decoded together at most (%(default)s)")
     add("--policy", type=policy, default=("default", None), help=f"how much of a block is verified: {POLICIES}")
-    add("--compare", action="store_true", help=f"{COMPARED}; show both times, equal answers, and best tokens")
     _add_models(parser)
+
+
+def race(parser: ArgumentParser) -> None:
+    """Tell which way of decoding is fastest for a target, its prompts and this machine.
+
+    Decodes each prompt in all ways, one after the other: without a draft, by transformers' prompt lookup, with whole
+    blocks of the draft, and as the draft's default policy decides. Prints one table.
+
+    example: hf-dspark race --target examples/gsm8k_pair/target --draft examples/gsm8k_pair/draft --dtype float32
+      --temperature 0 --max_new_tokens 32 --prompts_file examples/gsm8k_pair/prompts.jsonl --num_prompts 2
+    """
+    _add_prompts(parser)
+    _add_models(parser, "; one that names the target on the Hub, or lies in the cache, unless given")
 
 
 def regenerate(parser: ArgumentParser) -> None:
@@ -253,7 +262,11 @@ def eval_(parser: ArgumentParser) -> None:
     add("--num_prompts", type=count, metavar="N", help="of each file; all unless given")
     add("--batch_size", type=count, default=1, metavar="N", help="prompts decoded together at most (%(default)s)")
     add("--policy", type=policy, help=f"how much of a block is verified: {POLICIES}; full unless given")
-    add("--compare", action="store_true", help=f"{COMPARED}; show speed-up, equal answers, and best tokens")
+    add(
+        "--compare",
+        action="store_true",
+        help="also decode without the draft; show speed-up, equal answers, and best tokens",
+    )
     add("--packed", action="store_true", help="on a CPU, packed weights, without the draft, too")
     add("--result_file", type=new, default="evaluation.json", metavar="FILE", help="of the result (%(default)s)")
     _add_models(parser, "; without one, plain decoding is measured")
@@ -313,7 +326,7 @@ def push(parser: ArgumentParser) -> None:
 
 # The commands by the module that runs them, in functions run_<command>.
 COMMANDS: dict[str, tuple[Callable[[ArgumentParser], None], ...]] = {
-    "generate": (generate, regenerate),
+    "generate": (generate, race, regenerate),
     "train": (train,),
     "measure": (calibrate, profile, eval_),
     "share": (inspect, convert, push),
@@ -321,6 +334,13 @@ COMMANDS: dict[str, tuple[Callable[[ArgumentParser], None], ...]] = {
 
 
 # ---- options that several commands have
+
+
+def _add_prompts(parser: ArgumentParser) -> None:
+    given = parser.add_mutually_exclusive_group().add_argument
+    given("prompts", nargs="*", default=[], metavar="PROMPT", help="one on stdin unless given")
+    given("--prompts_file", type=file, metavar="FILE", help=PROMPTS)
+    parser.add_argument("--num_prompts", type=count, metavar="N", help="of the file; all unless given")
 
 
 def _add_models(parser: ArgumentParser, without_draft: str = "", decodes: bool = True) -> None:

@@ -79,15 +79,39 @@ def refusal(capsys):
     return run_it
 
 
-def test_generate_gives_the_tokens_of_plain_generate_and_says_so(answer):
-    found = answer(f"generate {PAIR} --temperature 0 --max_new_tokens 12 --compare 'what is up' 'much'")
-    assert found["plain"]["identical"] == 2 and len(found["answers"]) == 2
-    assert found["plain"]["best_tokens"] == 24
+def test_generate_answers_prompts_and_says_how(answer):
+    found = answer(f"generate {PAIR} --temperature 0 --max_new_tokens 12 'what is up' 'much'")
+    assert len(found["answers"]) == 2
     assert [len(part["token_ids"]) for part in found["answers"]] == [12, 12]
     assert found["tokens"] == 24 and found["rounds"] > 0 and found["tau"] >= 1 and found["seconds"] > 0
     assert found["sampling"] == {"do_sample": False, "max_new_tokens": 12}
     words = f"generate {PAIR} --policy threshold=0.5 --max_new_tokens 4 up"
     assert answer(words)["policy"]["threshold"] == 0.5
+
+
+def test_a_race_compares_all_ways_on_the_same_prompts(answer, capsys):
+    found = answer(f"race {PAIR} --temperature 0 --max_new_tokens 12 'what is up' 'much'")
+    names = ["plain", "transformers' prompt lookup", "draft, whole blocks", "draft, by default: whole block"]
+    assert list(found["ways"]) == names and found["fastest"] in names
+    for name, way in found["ways"].items():
+        assert way["turns"] == 2 and way["tokens"] == 24 and way["speedup"]["identical"] == 2
+        assert (way["tau"] is not None) == name.startswith("draft")
+    assert found["ways"]["plain"]["speedup"]["ratio_of_medians"] == 1
+    sampled = answer(f"race {PAIR} --temperature 1 --max_new_tokens 4 --prompts_file prompts.jsonl --num_prompts 1")
+    assert {way["speedup"]["identical"] for way in sampled["ways"].values()} == {None}
+    assert main(shlex.split(f"race {PAIR} --temperature 0 --max_new_tokens 4 much")) == 0
+    table, _, verdict = capsys.readouterr().out.rstrip().rpartition("\n\n")
+    assert table.count("\n") == 5 and verdict.startswith("fastest: ")
+
+
+def test_a_race_without_a_draft_looks_for_one(answer, monkeypatch):
+    monkeypatch.setattr(
+        "hf_dspark.hub.repository.find_drafts", lambda *_: ("here", [("draft", None, "it is the one")])
+    )
+    words = "race --target target --dtype float32 --temperature 0 --max_new_tokens 4 much"
+    assert answer(words)["ways"].keys() > {"draft, whole blocks"}
+    monkeypatch.setattr("hf_dspark.hub.repository.find_drafts", lambda *_: ("nowhere", []))
+    assert answer(words)["ways"].keys() == {"plain", "transformers' prompt lookup"}
 
 
 def test_generate_uses_the_chat_template_and_tells_it_about_thinking(answer):

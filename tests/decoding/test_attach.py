@@ -353,6 +353,7 @@ def encoder_decoder():
         ("target", "./nothing", ValueError, "there is no folder ./nothing"),
         ("target", None, TypeError, "DSparkDraftModel .* is needed, got NoneType"),
         ("target", "target", TypeError, "is needed, got Qwen3ForCausalLM"),
+        ("target", "ngram+dtype", TypeError, "dtype are for loading a draft by its name, got a PromptLookup"),
         ("target", "draft+dtype", TypeError, "dtype are for loading a draft by its name, got a DSparkDraftModel"),
         ("target", "lookup+block", ValueError, "trees by prompt lookup alone"),
     ],
@@ -360,8 +361,8 @@ def encoder_decoder():
 def test_what_cannot_be_attached_is_said_at_once(pair, make, draft, error, message):
     models, options = {"target": pair[0], "draft": pair[1]}, {}
     target, chosen = models[make] if isinstance(make, str) else make(), models.get(draft, draft)
-    if draft == "draft+dtype":
-        chosen, options = pair[1], {"dtype": "float32"}
+    if str(draft).endswith("+dtype"):
+        chosen, options = {"draft": pair[1]}.get(draft[:5], "ngram"), {"dtype": "float32"}
     if draft == "lookup+block":
         chosen = PromptLookup(target)
         chosen.decoding = DecodingOptions(policy=FullBlock())

@@ -96,8 +96,8 @@ def test_a_measured_draft_comes_first_then_the_one_that_is_downloaded_most(targe
         (altered("unnamed"), 99, [], []),  # neither a tag nor a word tells what it is
     )
     where, found = find_drafts(target)
-    assert [each.name for each in found] == [names[2], names[1], names[0]] and where == "on the Hub"
-    assert found[0].why == f"its card names {NAME}, with results, 1 downloads"
+    assert [name for name, *_ in found] == [names[2], names[1], names[0]] and where == "on the Hub"
+    assert found[0][2] == f"its card names {NAME}, with results, 1 downloads"
     assert {(f"base_model:{NAME}", search.TAG, ""), (f"base_model:{NAME}", "eagle3")} <= set(asked)
 
 
@@ -140,13 +140,13 @@ def test_without_the_hub_the_cache_is_searched(target, folder, altered, cache, m
     cache("someone/misfit", altered("misfit", vocab_size=65))
     cache("someone/named", folder, f"[{NAME}, someone/base]")
     where, found = find_drafts(target)
-    assert [each.name for each in found][:1] == ["someone/named"] and "the Hub does not answer" in where
-    assert {each.name for each in found[1:]} == {"someone/uncarded", "someone/misfit"}
+    assert [name for name, *_ in found][:1] == ["someone/named"] and "the Hub does not answer" in where
+    assert {name for name, *_ in found[1:]} == {"someone/uncarded", "someone/misfit"}
     assert attach(target).draft.name_or_path == "someone/named"
     assert f"its card names {NAME}, someone/base" in caplog.text
     target.name_or_path = str(folder)  # has no name on the Hub
     where, found = find_drafts(target)
-    assert {each.name for each in found} == {
+    assert {name for name, *_ in found} == {
         f"someone/{name}" for name in ("named", "other-draft", "uncarded", "misfit")
     }
     assert "is no name on the Hub" in where

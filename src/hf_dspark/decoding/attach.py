@@ -27,11 +27,10 @@ logger = logging.get_logger(__name__)
 
 
 class Attachment:
-    """What [`attach`] returns: the draft, and what it did for its target. As a context manager it ends with the block.
+    """What [`attach`] returns. As a context manager it ends with the block.
 
     Attributes:
-        draft ([`DraftModel`], *optional*): It assists the target's calls; its `last_stats` are those of the last
-            assisted one. `None` if none was found.
+        draft ([`DraftModel`], *optional*): It assists the target's calls; `None` if none was found.
         num_assisted, num_plain (`int`): Calls that were decoded with it, and that could not be.
         plain_calls (`Counter`): The latter by reason; a call may have several.
     """
@@ -90,17 +89,17 @@ def attachment_of(target: Any) -> Attachment | None:
 def attach(target: PreTrainedModel, draft: DraftModel | str | os.PathLike = AUTO, **options: Any) -> Attachment:
     """Let all later calls of `target.generate()` decode with a draft, whoever makes them: `pipeline`, TRL, lm-eval.
 
-    The output stays that of plain `generate()`. A call that a draft cannot assist (beams, a static cache, several rows
-    of images, ...) is decoded without it; each reason is warned about once, and counted. A call's own
-    `assistant_model` or `prompt_lookup_num_tokens` goes before, and `assistant_model=None` decodes without a draft.
-    The model itself stays as it was: nothing of it is saved, pickled or copied along.
+    The output stays that of plain `generate()`. A call that a draft cannot assist (beams, a static cache, ...) is
+    decoded without it; each reason is warned about once, and counted. A call's own `assistant_model` or
+    `prompt_lookup_num_tokens` goes before, and `assistant_model=None` decodes without a draft. Nothing of it is saved,
+    pickled or copied with the model.
 
     Args:
         target (`PreTrainedModel`): The causal LM, or what PEFT or `torch.compile` made of it.
-        draft ([`DraftModel`], `str` or `PathLike`): A draft, the folder or repository of one, `"ngram"` for
-            [`PromptLookup`], or `"auto"` for what is found: on the Hub, by the `base_model` of its card, or in the
-            local cache. A log line says which one was taken; if none is found, calls stay plain. A draft that is
-            attached already is replaced.
+        draft ([`DraftModel`], `str` or `PathLike`): A draft, which replaces one that is attached; the folder or
+            repository of one; `"ngram"` for [`PromptLookup`]; or `"auto"` for what is found on the Hub, by the
+            `base_model` of its card, or in the local cache. A log line says what was taken; if nothing is found, calls
+            stay plain.
         options: For loading a draft by its name, as in `from_pretrained`. Default: dtype and device of the target.
 
     Returns:
@@ -116,10 +115,11 @@ def attach(target: PreTrainedModel, draft: DraftModel | str | os.PathLike = AUTO
     attached = attach(target, draft)
     output = target.generate(**inputs, max_new_tokens=64)
     print(attached.draft.last_stats.tau, attached.plain_calls)
-    detach(target)
     ```
     """
     target = _called(target)
+    if draft == NGRAM:
+        draft = PromptLookup(target)
     if isinstance(draft, str | os.PathLike):
         name = os.fspath(draft)
         draft = _found(target, options) if name == AUTO else _loaded(target, name, options)
@@ -135,9 +135,6 @@ def detach(target: PreTrainedModel) -> None:
 
     Args:
         target (`PreTrainedModel`): As for [`attach`].
-
-    Raises:
-        TypeError: If it is no target.
 
     Example:
 
@@ -156,8 +153,6 @@ def _called(target: Any) -> PreTrainedModel:
 
 
 def _loaded(target: PreTrainedModel, name: str, options: dict[str, Any]) -> DraftModel:
-    if name == NGRAM:
-        return _require_fit(target, PromptLookup(target))
     if not os.path.exists(name) and (near := get_close_matches(name.lower(), (AUTO, NGRAM), 1, 0.7)):
         raise ValueError(f"there is no draft {name!r}; did you mean {near[0]!r}?")
     device = TargetSupport.of(target).input_device
@@ -169,17 +164,16 @@ def _loaded(target: PreTrainedModel, name: str, options: dict[str, Any]) -> Draf
 def _found(target: PreTrainedModel, options: dict[str, Any]) -> DraftModel | None:
     """Return the first draft that is found and fits, and say which and why; `None`, and say that, if there is none."""
     where, candidates = publisher.load().find_drafts(target, options.get("token"))
-    passed_over = ""
-    for name, revision, why in candidates:
+    name, passed_over = target.name_or_path or type(target).__name__, ""
+    for found, revision, why in candidates:
         try:
-            draft = _loaded(target, name, options | {"revision": revision})
+            draft = _loaded(target, found, options | {"revision": revision})
         except (OSError, ValueError, TypeError) as error:
-            passed_over += f"; passed over {name}: {one_line(error)}"
+            passed_over += f"; passed over {found}: {one_line(error)}"
         else:
-            logger.warning(f"attached the draft {name}, found {where}: {why}")
+            logger.warning(f"attached the draft {found}, found {where}: {why}")
             return draft
     cure = "generate() stays plain. Name one, or pass 'ngram' where answers repeat their prompts"
-    name = target.name_or_path or type(target).__name__
     logger.warning(f"no draft for {name} was found {where}: {cure}{passed_over}")
     return None
 

@@ -1,10 +1,8 @@
 """Drafts for a target: asked for on the Hub, by what their cards say, or looked for in the local cache."""
 
 import os
-from typing import NamedTuple
 
 from huggingface_hub import CacheNotFound, HfApi, ModelCard, constants, scan_cache_dir
-from huggingface_hub.hf_api import ModelInfo
 from transformers import PreTrainedModel
 
 from ..files import one_line
@@ -18,10 +16,7 @@ WORDS = ("dspark", "dflash", "eagle3", "speculator")  # in names, where a card h
 MOST = 20  # of each question
 
 
-class FoundDraft(NamedTuple):
-    name: str
-    revision: str | None
-    why: str  # it is offered
+FoundDraft = tuple[str, str | None, str]  # its name, its revision, and why it is offered
 
 
 def find_drafts(target: PreTrainedModel, token: str | bool | None = None) -> tuple[str, list[FoundDraft]]:
@@ -44,17 +39,14 @@ def find_drafts(target: PreTrainedModel, token: str | bool | None = None) -> tup
 def _on_hub(target_name: str, token: str | bool | None) -> list[FoundDraft]:
     tag, asked = f"base_model:{target_name}", {"sort": "downloads", "limit": MOST, "full": True}
     questions = [{"filter": [tag, TAG]}, *({"filter": [tag], "search": word} for word in WORDS)]
-    answers = [HfApi(token=token).list_models(**question, **asked) for question in questions]
-    found = {info.id: (*_merit(info), info) for answer in answers for info in answer}
+    found = {}
+    for info in (info for question in questions for info in HfApi(token=token).list_models(**question, **asked)):
+        measured = any(file.rfilename.startswith(f"{RESULTS_FOLDER}/") for file in info.siblings or ())
+        found[info.id] = measured, info.downloads or 0, info.sha
     return [
-        FoundDraft(name, info.sha, f"its card names {target_name}{', with results' * measured}, {downloads} downloads")
-        for name, (measured, downloads, info) in sorted(found.items(), key=lambda each: each[1][:2], reverse=True)
+        (name, sha, f"its card names {target_name}{', with results' * measured}, {downloads} downloads")
+        for name, (measured, downloads, sha) in sorted(found.items(), key=lambda each: each[1][:2], reverse=True)
     ]
-
-
-def _merit(info: ModelInfo) -> tuple[bool, int]:
-    files = [file.rfilename for file in info.siblings or ()]
-    return any(file.startswith(f"{RESULTS_FOLDER}/") for file in files), info.downloads or 0
 
 
 def _in_cache(target_name: str | None) -> list[FoundDraft]:
@@ -70,5 +62,5 @@ def _in_cache(target_name: str | None) -> list[FoundDraft]:
         bases = [bases] if isinstance(bases, str) else bases
         if (not bases or target_name in (None, *bases)) and names_a_draft(newest.snapshot_path):
             why = f"its card names {', '.join(bases)}" if bases else "it fits, and no card says for which target it is"
-            (named if bases else others).append(FoundDraft(repo.repo_id, newest.commit_hash, why))
+            (named if bases else others).append((repo.repo_id, newest.commit_hash, why))
     return named + others
