@@ -14,7 +14,7 @@ from ..models.slot_cache import SlotCache
 from ..sampling.distributions import Scores
 from ..sampling.drafts import DraftBlock, Drafts, Sampler, Verified
 from ..sampling.noise import BlockNoise, block_noise
-from ..sampling.transfers import to_device, to_host
+from ..sampling.transfers import joined, to_device, to_host
 from ..scheduling.calibration import calibrated_confidence
 from ..scheduling.costs import Load
 from ..scheduling.prompt_lookup import LookupMatch, NgramMatcher
@@ -207,14 +207,14 @@ class Drafter:
         draft, num_features = self.draft, _num_features(requests)
         width = len(draft.config.target_layer_ids) * draft.config.feature_size
         nothing = torch.empty(0, width, device=draft.device, dtype=draft.dtype)
-        anchors = torch.cat([request.anchor for request in requests])
+        anchors = joined([request.anchor for request in requests])
         # The features end right before the anchor, so the token after each of them is committed.
-        committed_ids = torch.cat(list(map(Request.last_ids, requests, num_features)))
+        committed_ids = joined(list(map(Request.last_ids, requests, num_features)))
         before = self.cache.lengths
         try:
             with _own_precision(draft):
-                features = torch.cat([nothing, *(part for request in requests for part in request.features)])
-                context = anchors, features, self.cache
+                parts = [part for request in requests for part in request.features]
+                context = anchors, joined(parts or [nothing]), self.cache
                 if sampler is None:
                     draft.read_block(*context, num_features, committed_ids)
                     return None

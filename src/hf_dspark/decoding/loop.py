@@ -16,7 +16,7 @@ from ..models.slot_cache import SlotCache, SlotLayout
 from ..sampling.distributions import Scores
 from ..sampling.drafts import Drafts, Verified
 from ..sampling.noise import BlockNoise
-from ..sampling.transfers import to_device
+from ..sampling.transfers import joined, to_device
 from ..sampling.verification import next_tokens, verify
 from ..scheduling.rounds import RoundSeconds
 from ..targets import int8_outliers
@@ -110,7 +110,7 @@ class DecodingLoop:
         """Return anchors and drafts of all rows, `[T]`, and the slots that they are written to."""
         starts = tuple(request.anchor_position for request in requests)
         counts = tuple(1 + length for length in drafts.lengths.tolist())
-        tokens = drafts.packed(torch.cat([request.anchor for request in requests]))
+        tokens = drafts.packed(joined([request.anchor for request in requests]))
         return tokens, SlotLayout(starts, counts, parents=drafts.parents)
 
     def _types(self, layout: SlotLayout, requests: Sequence[Request], first: int = sys.maxsize) -> torch.Tensor | None:
@@ -119,7 +119,7 @@ class DecodingLoop:
         if requests[0].token_types is None:
             return None
         stretches = zip(requests, layout.counts, strict=True)
-        return torch.cat([request.types_of(first, count) for request, count in stretches])
+        return joined([request.types_of(first, count) for request, count in stretches])
 
     def _prefixes(self, requests: Sequence[Request], drafts: Drafts) -> list[Prefix | None]:
         """Return what processors read before each packed token's successor, if any of them reads it."""
@@ -275,7 +275,7 @@ class DecodingLoop:
             tokens = {row: slice(layout.first_tokens[row], layout.first_tokens[row] + len(parts[row])) for row in rows}
             last = [tokens[row].stop - 1 for row in rows]
             types = self._types(layout, requests, offset)
-            output = self._forward(torch.cat(parts), layout, types, logits_at=last, verifying=False)
+            output = self._forward(joined(parts), layout, types, logits_at=last, verifying=False)
             logits |= dict(zip(rows, output.logits, strict=True))
             for row in rows:
                 requests[row].features.append(output.features[tokens[row]])

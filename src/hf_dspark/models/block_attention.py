@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..sampling.transfers import to_device
+from ..sampling.transfers import joined, to_device
 from .attention import attend_with_extras, fold_mask, grouped_attention
 from .slot_cache import SlotCache, SlotLayout
 
@@ -147,7 +147,7 @@ class CachedPass:
     masks: dict[SlidingWindow | None, torch.Tensor | None] = field(default_factory=dict)
 
     def position_ids(self, device: torch.device) -> torch.Tensor:
-        return torch.cat([layout.position_ids(device) for layout in self.written], dim=1)
+        return joined([layout.position_ids(device) for layout in self.written], dim=1)
 
     def keys_from(self, window: SlidingWindow | None) -> int:
         """Return the first slot that some row sees."""
@@ -158,15 +158,17 @@ class CachedPass:
         if self.sees is not None:
             return self.sees[:, None]
         starts, width = self.rows.starts, self.rows.width
+        all_seen = len(set(starts)) == 1 and (width == 1 or not self.is_causal)
+        all_near = window is None or not (window.causal or self.rows.end > window.size)
+        if all_seen and all_near:
+            return None
         keys = torch.arange(self.keys_from(window), self.rows.end, device=device)
         own = keys - to_device(starts, device)[:, None, None, None]  # negative: context
         slots = torch.arange(width, device=device)[:, None]
-        all_seen = len(set(starts)) == 1 and (width == 1 or not self.is_causal)
-        visible = None if all_seen else own <= (slots if self.is_causal else width - 1)
-        if window is not None and (window.causal or self.rows.end > window.size):
-            near = torch.where(own < 0, window.sees_context(slots, -own), window.sees_slot(slots, own))
-            visible = near if visible is None else near & visible
-        return None if visible is None else visible.expand(-1, -1, width, -1)
+        visible = own <= (slots if self.is_causal else width - 1)
+        if not all_near:
+            visible = visible & torch.where(own < 0, window.sees_context(slots, -own), window.sees_slot(slots, own))
+        return visible.expand(-1, -1, width, -1)
 
     def attend(
         self, layer: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *earlier: torch.Tensor

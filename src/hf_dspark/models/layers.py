@@ -33,7 +33,8 @@ class DSparkRMSNorm(nn.Module):
 
 
 class DSparkRotaryEmbedding:
-    """Rotary cosines and sines from float32 frequencies."""
+    """Rotary cosines and sines from float32 frequencies. Sines come with the sign of the rotation: that of an entry
+    whose other one is subtracted is negative."""
 
     # Not a module: `model.to(torch.bfloat16)` would round a buffer, and positions beyond a few hundred tokens with it.
     def __init__(self, config: DraftConfig) -> None:
@@ -41,13 +42,16 @@ class DSparkRotaryEmbedding:
         self._frequencies: dict[torch.device, tuple[torch.Tensor, float]] = {}
 
     def _make(self, device: torch.device) -> tuple[torch.Tensor, float]:
+        """Return the frequency of each entry, `[rotary_dim]`, negative where the sine is to be, and the scaling."""
         parameters = self._config.rope_parameters
         if parameters.get("rope_type", "default") != "default":
             frequencies, scaling = ROPE_INIT_FUNCTIONS[parameters["rope_type"]](self._config, device)
-            return frequencies.float(), scaling
-        size = int(self._config.head_dim * parameters.get("partial_rotary_factor", 1.0))
-        exponents = torch.arange(0, size, 2, dtype=torch.float32, device=device) / size
-        return parameters["rope_theta"] ** -exponents, 1.0
+        else:
+            size = int(self._config.head_dim * parameters.get("partial_rotary_factor", 1.0))
+            exponents = torch.arange(0, size, 2, dtype=torch.float32, device=device) / size
+            frequencies, scaling = parameters["rope_theta"] ** -exponents, 1.0
+        pairs = torch.stack([-frequencies, frequencies]).float()
+        return (pairs.T if self._config.rope_interleaved else pairs).flatten(), scaling
 
     def __call__(self, position_ids: torch.Tensor, dtype: torch.dtype) -> Rotary:
         """Return cosines and sines `[B, 1, rows, rotary_dim]` for positions `[B, rows]`."""
@@ -55,22 +59,19 @@ class DSparkRotaryEmbedding:
         if device not in self._frequencies:
             self._frequencies[device] = self._make(device)
         frequencies, scaling = self._frequencies[device]
-        angles = position_ids[:, None, :, None].float() * frequencies
-        paired = self._config.rope_interleaved
-        angles = angles.repeat_interleave(2, dim=-1) if paired else torch.cat([angles, angles], dim=-1)
-        return (angles.cos() * scaling).to(dtype), (angles.sin() * scaling).to(dtype)
+        angles = position_ids[:, None, :, None] * frequencies
+        cos, sin = angles.cos(), angles.sin()
+        if scaling != 1.0:
+            cos, sin = cos * scaling, sin * scaling
+        return cos.to(dtype), sin.to(dtype)
 
 
 def rotate(states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool = False) -> torch.Tensor:
     """Apply rotary embedding to the leading `rotary_dim` entries of `[B, heads, rows, head_dim]`."""
     size = cos.shape[-1]
     turning, passing = states[..., :size], states[..., size:]
-    if interleaved:
-        crossed = torch.stack([-turning[..., 1::2], turning[..., ::2]], dim=-1).flatten(-2)
-    else:
-        first, second = turning.chunk(2, dim=-1)
-        crossed = torch.cat([-second, first], dim=-1)
-    turned = turning * cos + crossed * sin
+    crossed = turning.unflatten(-1, (-1, 2) if interleaved else (2, -1)).flip(-1 if interleaved else -2).flatten(-2)
+    turned = torch.addcmul(turning * cos, crossed, sin)
     return torch.cat([turned, passing], dim=-1) if passing.shape[-1] else turned
 
 

@@ -1,9 +1,14 @@
-"""Numbers on their way between the host and an accelerator. A transfer to the host waits for all that the device has
+"""Tensors on their way between the host and an accelerator, and from one stage to the next. A transfer to the host waits for all that the device has
 been asked for, so a round makes few of them."""
 
 from collections.abc import Sequence
 
 import torch
+
+
+def joined(parts: Sequence[torch.Tensor], dim: int = 0) -> torch.Tensor:
+    """Return tensors one after the other; a single one as it is, without a copy."""
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=dim)
 
 
 def to_device(
