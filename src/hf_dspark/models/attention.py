@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 
 FOLDED_WIDTH = 64  # wider masks are not repeated for the group
+MASK_MULTIPLE = 8  # CUDA's kernels copy a mask in every layer unless its rows begin at multiples of so many entries
 
 
 def grouped_attention(
@@ -41,9 +42,16 @@ def fold_mask(mask: torch.Tensor | None, group: int, dtype: torch.dtype) -> torc
     """Turn a boolean mask `[R, 1, width, slots]` into one that is repeated for the group and added to the scores."""
     if mask is None or mask.shape[2] > FOLDED_WIDTH:
         return mask  # a prompt's mask is large, and used once
-    # The kernels take additive masks, and would convert a boolean one in every layer.
-    additive = torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, -torch.inf)
-    return additive.repeat(1, 1, group, 1)
+    # The kernels take additive masks, and would convert a boolean one in every layer. The logarithm is 0 or -inf.
+    return mask.to(dtype).log_().repeat(1, 1, group, 1)
+
+
+def causal_mask(width: int, slots: int, group: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Return what [`fold_mask`] makes of a mask by which the last column sees all slots, and each one before it one
+    slot less, `[1, 1, group * width, slots]`."""
+    aligned = -(-slots // MASK_MULTIPLE) * MASK_MULTIPLE
+    hidden = torch.full((group, width, aligned), -torch.inf, dtype=dtype, device=device).triu_(slots - width + 1)
+    return hidden.view(1, 1, group * width, aligned)[..., :slots]
 
 
 def attend_with_extras(

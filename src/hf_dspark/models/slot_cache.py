@@ -254,7 +254,7 @@ class SlotCache(Cache):
                 store[first, :, start : start + layout.counts[0]] = states[0]
             else:
                 rows, _, slots = layout._index(states.device)
-                store[first + rows, :, slots] = states[0].transpose(0, 1).to(store.dtype)
+                store[first:][rows, :, slots] = states[0].transpose(0, 1).to(store.dtype)
             written.append(store[first : first + layout.num_rows, :, : layout.end])
         return tuple(written)
 
@@ -262,7 +262,8 @@ class SlotCache(Cache):
         """Return a layer's keys or values, with room for so many slots."""
         store = self._stores.get(name)
         # As concatenated: another turn may run under autocast, or no longer.
-        dtype = states.dtype if store is None else torch.promote_types(store.dtype, states.dtype)
+        is_same = store is None or store.dtype == states.dtype
+        dtype = states.dtype if is_same else torch.promote_types(store.dtype, states.dtype)
         if store is not None and store.shape[2] >= needed and store.dtype == dtype:
             return store
         capacity = needed if store is None else max(needed, int(store.shape[2] * GROWTH))

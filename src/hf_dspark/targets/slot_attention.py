@@ -16,7 +16,7 @@ from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import causal_mask_function
 
-from ..models.attention import attend_with_extras, fold_mask, grouped_attention
+from ..models.attention import FOLDED_WIDTH, attend_with_extras, causal_mask, fold_mask, grouped_attention
 from ..models.fixed_cache import FixedCache
 from ..models.slot_cache import SlotCache, SlotLayout
 from .compiled_target import CompiledTarget
@@ -36,9 +36,14 @@ class _Pass:
     # Each mask is folded once, and kept so that its id is not used again.
     folded: dict[tuple[int, int], tuple[torch.Tensor | None, ...]] = field(default_factory=dict)
 
-    def fold(self, mask: torch.Tensor | None, group: int, dtype: torch.dtype) -> torch.Tensor | None:
+    def fold(self, mask: torch.Tensor | None, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor | None:
+        width, group = self.layout.width, query.shape[1] // key.shape[1]
         if (id(mask), group) not in self.folded:
-            self.folded[id(mask), group] = (mask, fold_mask(mask, group, dtype))
+            if mask is None and width > 1:
+                folded = causal_mask(width, key.shape[2], group, query.dtype, query.device)
+            else:
+                folded = fold_mask(mask, group, query.dtype)
+            self.folded[id(mask), group] = (mask, folded)
         return self.folded[id(mask), group][1]
 
 
@@ -67,7 +72,7 @@ def slot_attention(
     """Attend from packed tokens `[1, heads, T, size]` to their rows' slots `[R, key_heads, slots, size]`.
 
     The signature is that of transformers' attention functions; `softcap` is Gemma 2's, `s_aux` are the sinks of
-    GPT-OSS. Without a mask `[R or 1, 1, width, slots]` from [`slot_mask`], it is causal from the first slot on.
+    GPT-OSS. Without a mask `[R or 1, 1, width, slots]` from [`slot_mask`], it is causal: the last token sees all slots.
     Returns `[1, T, heads, size]`.
     """
     if position_bias is not None:
@@ -83,29 +88,25 @@ def slot_attention(
         attention_mask = slot_mask(device=key.device)  # the target may have asked for none
     if running.ignores_caps:
         softcap = None
-    causal = attention_mask is None and layout.width > 1
-    if layout.singly:
-        attended = _attend_singly(rows, key, value, attention_mask, scaling, softcap, s_aux)
-    elif softcap is None and s_aux is None:
-        mask = running.fold(attention_mask, query.shape[1] // key.shape[1], query.dtype)
-        attended = grouped_attention(rows, key, value, mask, scaling, is_causal=causal)
+    if softcap is None and s_aux is None and not layout.singly:
+        starts_empty = attention_mask is None and key.shape[2] == layout.width > 1
+        mask = None if starts_empty else running.fold(attention_mask, query, key)
+        attended = grouped_attention(rows, key, value, mask, scaling, is_causal=starts_empty)
     else:
-        if causal:
+        if attention_mask is None and (layout.singly or layout.width > 1):
             shape = (1, 1, layout.width, key.shape[2])
-            attention_mask = torch.ones(shape, dtype=torch.bool, device=key.device).tril()
-        attended = attend_with_extras(rows, key, value, attention_mask, scaling, softcap, s_aux)
+            attention_mask = torch.ones(shape, dtype=torch.bool, device=key.device).tril(key.shape[2] - layout.width)
+        attend = _attend_singly if layout.singly else attend_with_extras
+        attended = attend(rows, key, value, attention_mask, scaling, softcap, s_aux)
     return layout.to_packed(attended).contiguous(), None  # some models view it
 
 
 def _attend_singly(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, *extras: Any
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor, *extras: Any
 ) -> torch.Tensor:
     """Attend from one column after the other, to keys and values that are zero where it sees nothing."""
-    width, columns = query.shape[2], []
-    if mask is None:
-        mask = torch.ones(1, 1, width, key.shape[2], dtype=torch.bool, device=key.device)
-        mask = mask.tril() if width > 1 else mask
-    for column in range(width):
+    columns = []
+    for column in range(query.shape[2]):
         visible = mask[:, :, column : column + 1]
         seen = [states.masked_fill(~visible.transpose(2, 3), 0.0) for states in (key, value)]
         columns.append(attend_with_extras(query[:, :, column : column + 1], *seen, visible, *extras))
@@ -119,10 +120,10 @@ def slot_mask(
     layout = _running_pass().layout
     if isinstance(layout, FixedCache):
         return layout.mask(mask_function)
-    starts_empty = not any(layout.starts) and layout.width > 1
-    sees_all = layout.width == 1 and layout.num_rows == 1
-    if layout.parents is None and mask_function is causal_mask_function and (starts_empty or sees_all):
-        return None
+    if mask_function is causal_mask_function and layout.parents is None:
+        starts_empty = not any(layout.starts) and layout.width > 1
+        if starts_empty or (layout.num_rows == 1 and layout.width <= FOLDED_WIDTH):
+            return None
     zero = torch.zeros((), dtype=torch.long, device=device)  # only padding would tell rows apart, and there is none
     if layout.parents is not None:
         positions = layout.row_positions(torch.device(device))
