@@ -149,7 +149,7 @@ def outcomes(block, length, target_distribution):
     paths, drawn_from, first = Paths(), [], torch.zeros(1, dtype=torch.long)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
-            verification, "draw", lambda distribution, uniform: drawn_from.append(distribution.probs[0]) or first
+            verification, "draw_if_any", lambda distribution, uniform: drawn_from.append(distribution.probs[0]) or first
         )
         patch.setattr(
             verification, "longest_accepted", lambda chances, accept_uniforms: decide_longest(paths, chances)

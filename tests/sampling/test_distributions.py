@@ -7,7 +7,7 @@ import torch
 from hf_dspark.sampling import distributions
 from hf_dspark.sampling.distributions import (
     TokenDistribution,
-    draw,
+    draw_if_any,
     largest,
     residual_distribution,
     scatter_to_vocabulary,
@@ -113,7 +113,7 @@ def test_no_token_is_drawn_where_there_is_no_distribution(scores, candidate_ids)
     distribution = TokenDistribution(
         torch.tensor([scores, [-torch.inf, 0.0, -torch.inf]]).softmax(dim=-1), candidate_ids
     )
-    assert draw(distribution, torch.tensor([0.7, 0.7])).tolist() == [-1, 1 if candidate_ids is None else 9]
+    assert draw_if_any(distribution, torch.tensor([0.7, 0.7])).tolist() == [-1, 1 if candidate_ids is None else 9]
 
 
 # ---- samplers
@@ -173,7 +173,7 @@ def test_the_first_of_the_largest_scores_is_that_of_argmax(vocab_size, dtype):
     scores[1, 0] = -torch.inf
     scores[1, 1] = 0.0
     scores[1, 2, -2] = torch.nan
-    assert torch.equal(distributions.arg_max(scores), scores.argmax(dim=-1))
+    assert torch.equal(distributions.best_of(scores)[1], scores.argmax(dim=-1))
 
 
 def test_scatter_to_vocabulary_forbids_every_other_token():

@@ -10,7 +10,7 @@ from typing import ClassVar
 import numpy as np
 import torch
 
-from ..sampling.distributions import Scores, TokenDistribution, draw, largest
+from ..sampling.distributions import Scores, TokenDistribution, draw, has_none, largest
 from ..sampling.drafts import ChainSampler, DraftBlock, DraftTree, DraftTrees, SiblingDistribution
 from ..sampling.transfers import to_device, to_host
 from ..scheduling.calibration import calibrated_confidence
@@ -40,7 +40,7 @@ class Chains(ChainSampler):
         self.requests = requests
         self._processor, self._uniforms, self._lacks_head = processor, uniforms, lacks_head
         self._expected: list[torch.Tensor] = []  # acceptance of each level, [R]
-        self._checked: list[torch.Tensor] = []  # of each level, what shows that there was no distribution
+        self._best: list[torch.Tensor] = []  # scores of arg-max tokens, NaN where there was no distribution
 
     def draw(
         self, logits: torch.Tensor, candidate_ids: torch.Tensor | None
@@ -51,24 +51,22 @@ class Chains(ChainSampler):
             prefixes = [request.prefix(tokens) for request, tokens in zip(self.requests, drafted, strict=True)]
         scores = self._processor(logits, candidate_ids, prefixes)
         if self._uniforms is None:
-            token_ids = scores.best()
-            # The best score is NaN if any is.
-            best = scores.values if scores.candidate_ids is not None else scores.values.gather(-1, token_ids[:, None])
-            self._checked.append(best)
+            best, token_ids = scores.best()
+            self._best.append(best)
             if self._lacks_head:
-                self._expected.append((best[:, 0] - scores.values.logsumexp(dim=-1)).exp())
+                self._expected.append((best - scores.values.logsumexp(dim=-1)).exp())
             return token_ids, None
         distribution = scores.distribution()
         if self._lacks_head:
             self._expected.append(distribution.probs.square().sum(dim=-1))
-        token_ids = draw(distribution, self._uniforms[:, len(self.token_ids)])
-        self._checked.append(token_ids)
-        return token_ids.clamp_min(0), distribution
+        return draw(distribution, self._uniforms[:, len(self.token_ids)]), distribution
 
     def finish(self, confidence_logits: torch.Tensor | None = None) -> DraftBlock:
-        checked = torch.stack(self._checked, dim=1)
-        broken = checked.isnan().any(dim=-1) if self._uniforms is None else checked < 0
-        return replace(super().finish(self.expected_logits(confidence_logits)), broken=broken)
+        block = super().finish(self.expected_logits(confidence_logits))
+        is_drawn = block.distribution is not None
+        return replace(
+            block, broken=has_none(block.distribution) if is_drawn else torch.stack(self._best, dim=1).isnan()
+        )
 
     def expected_logits(self, confidence_logits: torch.Tensor | None = None) -> torch.Tensor | None:
         """Return the logits of c_k, `[R, γ]`: those of a head, if there is one."""

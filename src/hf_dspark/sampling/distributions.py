@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-# `largest` and `arg_max` on a CPU: vocabularies from this size on are searched by groups of so many tokens.
+# `largest` and `best_of` on a CPU: vocabularies from this size on are searched by groups of so many tokens.
 LARGE_VOCABULARY = 2**15
 GROUP_SIZE = 64
 
@@ -65,7 +65,7 @@ class Scores:
     def distribution(self) -> TokenDistribution:
         return TokenDistribution(self.values.softmax(dim=-1, dtype=torch.float32), self.candidate_ids)
 
-    def best(self) -> torch.Tensor:
+    def best(self) -> tuple[torch.Tensor, torch.Tensor]:
         return best_tokens(self.values, self.candidate_ids)
 
     def dense(self, vocab_size: int) -> torch.Tensor:
@@ -89,21 +89,22 @@ def largest(scores: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tenso
     return values, members.gather(-1, index)
 
 
-def arg_max(scores: torch.Tensor) -> torch.Tensor:
-    """Return the id of the largest of scores `[..., V]`, of equal ones the first, by groups as in [`largest`]."""
+def best_of(scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the largest of scores `[..., V]` and its id, of equal ones the first, by groups as in [`largest`]."""
     if scores.device.type != "cpu" or scores.shape[-1] < LARGE_VOCABULARY:
-        return scores.argmax(dim=-1)
+        return scores.max(dim=-1)
     members = _members(_group_maxima(scores).argmax(dim=-1, keepdim=True), scores.shape[-1])
-    return members.gather(-1, scores.gather(-1, members).argmax(dim=-1, keepdim=True)).squeeze(-1)
+    best, index = scores.gather(-1, members).max(dim=-1, keepdim=True)
+    return best[..., 0], members.gather(-1, index)[..., 0]
 
 
-def best_tokens(scores: torch.Tensor, candidate_ids: torch.Tensor | None) -> torch.Tensor:
-    """Return the token of the largest score of each row, `[n]`, of equal ones the first of the vocabulary; the scores
-    are those of the candidates, if given."""
+def best_tokens(scores: torch.Tensor, candidate_ids: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the largest score of each row and its token, `[n]` each, of equal ones the first of the vocabulary; the
+    scores are those of the candidates, if given. Where any is NaN, the largest is."""
     if candidate_ids is None:
-        return arg_max(scores)
-    is_less = scores < scores.amax(dim=-1, keepdim=True)  # nothing is less than NaN
-    return candidate_ids.masked_fill(is_less, torch.iinfo(candidate_ids.dtype).max).amin(dim=-1)
+        return best_of(scores)
+    best = scores.amax(dim=-1, keepdim=True)
+    return best[..., 0], candidate_ids.masked_fill(scores < best, torch.iinfo(candidate_ids.dtype).max).amin(dim=-1)
 
 
 def _group_maxima(scores: torch.Tensor) -> torch.Tensor:
@@ -126,14 +127,21 @@ def scatter_to_vocabulary(scores: torch.Tensor, candidate_ids: torch.Tensor, voc
 
 
 def draw(distribution: TokenDistribution, uniform: torch.Tensor) -> torch.Tensor:
-    """Draw one token per row, `[B]`, with one number in [0, 1) each: what a row draws depends on its own noise.
-
-    It is -1 where there is no distribution: a softmax of scores that are NaN or infinite, or of no possible token, is
-    all NaN.
-    """
+    """Draw one token per row, `[B]`, with one number in [0, 1) each: what a row draws depends on its own noise. Any
+    token may come out where there is no distribution, see [`has_none`]."""
     index = invert(distribution.probs, uniform[:, None])
-    token_ids = (index if distribution.candidate_ids is None else distribution.candidate_ids.gather(-1, index))[:, 0]
-    return token_ids.masked_fill(distribution.probs[:, 0].isnan(), -1)
+    return (index if distribution.candidate_ids is None else distribution.candidate_ids.gather(-1, index))[:, 0]
+
+
+def draw_if_any(distribution: TokenDistribution, uniform: torch.Tensor) -> torch.Tensor:
+    """Draw as [`draw`] does; -1 where there is no distribution."""
+    return draw(distribution, uniform).masked_fill(has_none(distribution), -1)
+
+
+def has_none(distribution: TokenDistribution) -> torch.Tensor:
+    """Tell which rows are no distribution, `[...]`: a softmax of scores that are NaN or infinite, or of no possible
+    token, is all NaN."""
+    return distribution.probs[..., 0].isnan()
 
 
 def invert(probs: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:

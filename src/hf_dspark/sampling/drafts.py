@@ -214,7 +214,7 @@ class ChainSampler:
         self, logits: torch.Tensor, candidate_ids: torch.Tensor | None
     ) -> tuple[torch.Tensor, TokenDistribution | None]:
         """Return a token for each row, `[R]`, and what it was drawn from, `None` for an arg-max."""
-        return best_tokens(logits, candidate_ids), None
+        return best_tokens(logits, candidate_ids)[1], None
 
     def __call__(
         self, logits: torch.Tensor, candidate_ids: torch.Tensor | None, confidence_logits: torch.Tensor | None = None

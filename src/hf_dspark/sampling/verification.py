@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import torch
 
-from .distributions import Scores, TokenDistribution, draw, residual_distribution
+from .distributions import Scores, TokenDistribution, draw_if_any, residual_distribution
 from .drafts import DraftBlock, Drafts, DraftTree, DraftTrees, Verified
 from .noise import BlockNoise
 from .transfers import to_device, to_host
@@ -41,7 +41,7 @@ def verify(
     if gamma == 0:
         verified = Verified(lengths, next_tokens(scores, noise))
     elif noise is None:
-        verified = walk_chains(drafts, lengths, scores.best(), first_rows)
+        verified = walk_chains(drafts, lengths, scores.best()[1], first_rows)
     else:
         uniforms = [to_device(each, device) for each in (noise.accept_uniforms[:, :gamma], noise.next_uniforms)]
         verified = verify_chains(drafts, lengths, scores.distribution(), first_rows, *uniforms)
@@ -52,8 +52,8 @@ def verify(
 def next_tokens(scores: Scores, noise: BlockNoise | None) -> torch.Tensor:
     """Draw the token at each position from the target alone, `[n]`."""
     if noise is None:
-        return scores.best()
-    return draw(scores.distribution(), to_device(noise.next_uniforms, scores.values.device))
+        return scores.best()[1]
+    return draw_if_any(scores.distribution(), to_device(noise.next_uniforms, scores.values.device))
 
 
 def _verify_trees(
@@ -62,7 +62,7 @@ def _verify_trees(
     spans = [slice(first, first + 1 + tree.num_nodes) for first, tree in zip(first_rows, drafts.trees, strict=True)]
     rows = zip(drafts.trees, spans, strict=True)
     if noise is None:
-        best, has_nan = (each.tolist() for each in to_host(scores.best(), has_nan))
+        best, has_nan = (each.tolist() for each in to_host(scores.best()[1], has_nan))
         paths, following = zip(*(walk_tree(tree, best[span]) for tree, span in rows), strict=True)
         next_token_ids = torch.tensor(following, device="cpu")
     else:
@@ -76,7 +76,7 @@ def _verify_trees(
         ]
         paths, following = zip(*walks, strict=True)
         drawn_from = TokenDistribution.stack([each[None] for each in following])[0]
-        next_token_ids = draw(drawn_from, to_device(noise.next_uniforms, drawn_from.probs.device))
+        next_token_ids = draw_if_any(drawn_from, to_device(noise.next_uniforms, drawn_from.probs.device))
         next_token_ids, has_nan = to_host(next_token_ids, has_nan)
     return Verified(torch.tensor(list(map(len, paths)), device="cpu"), next_token_ids, paths, bool(has_nan))
 
@@ -135,7 +135,7 @@ def verify_chains(
     draft_next = on_support(drawn_from, block.token_ids[rows, slots], following)
     residual = residual_distribution(following.probs * weights.gather(1, num_accepted[:, None]), draft_next)
     probs = torch.where((num_accepted < lengths)[:, None], residual, following.probs)
-    return Verified(num_accepted, draw(TokenDistribution(probs, following.candidate_ids), next_uniforms))
+    return Verified(num_accepted, draw_if_any(TokenDistribution(probs, following.candidate_ids), next_uniforms))
 
 
 def prefix_weights(
