@@ -96,7 +96,7 @@ class DSparkCandidateGenerator(CandidateGenerator):
 
     def _prepare(self, target: PreTrainedModel, draft: DraftModel, call: Call, loop: str = "caller") -> None:
         self.draft = draft
-        self._drafter = Drafter(target, draft, call, grows_trees=False)
+        self._drafter = Drafter(target, draft, call, in_own_loop=False)
         self._drafter.statistics.loop = loop
         self._call = call
         self._target = target

@@ -17,6 +17,7 @@ from ..sampling.noise import BlockNoise, block_noise
 from ..sampling.transfers import joined, to_device, to_host
 from ..scheduling.calibration import calibrated_confidence
 from ..scheduling.costs import Load
+from ..scheduling.policies import Policy
 from ..scheduling.prompt_lookup import LookupMatch, NgramMatcher
 from ..scheduling.rounds import RoundOutcome, Rounds, RoundSeconds
 from ..scheduling.tree_plans import SiblingAcceptance, TreePlan
@@ -48,7 +49,7 @@ class Drafter:
         draft: DraftModel,
         call: Call,
         cache: SlotCache | None = None,
-        grows_trees: bool = True,
+        in_own_loop: bool = True,
     ) -> None:
         self.draft = draft
         self.support = support = call.support or TargetSupport.of(target)
@@ -68,11 +69,14 @@ class Drafter:
         fits = draft.config.confidence_fits_for(call.options.domain, self._do_sample)
         self._confidence_fits = None if fits is None else torch.tensor(fits, device=draft.device)
         # Who limits the tokens of a block means a chain.
-        may_grow = grows_trees and draft.grows_trees and support.tree_obstacle is None
+        may_grow = in_own_loop and draft.grows_trees and support.tree_obstacle is None
         self._grows_trees = may_grow and call.max_drafts is None
         self._siblings = SiblingAcceptance(self._do_sample, ((1.0, 0.0),), ((0.0,),))  # of who proposes nothing
         if self._grows_trees and draft.drafts_blocks:
             self._siblings = draft.config.siblings_for(self._do_sample)
+        # Nothing else waits for a block: its tokens come to the host together with what was accepted.
+        decides = type(self.policy).plan_verify is not Policy.plan_verify
+        self._waits = decides or self._processor.reads_prefixes or not in_own_loop or call.options.observer is not None
         self._noise_width = max(draft.config.block_size, self.policy.most_nodes * self._grows_trees)
         self._matchers: dict[int, NgramMatcher] = {}
         self._given_up: set[int] = set()  # ids of requests for which the draft's numbers overflow
@@ -135,25 +139,23 @@ class Drafter:
         uniforms = None if noise is None else to_device(noise.draft_uniforms, self.draft.device)
         lacks_head = self.policy.requires_confidence and not self.draft.config.enable_confidence_head
         block = self._read(requests, Chains(requests, self._processor, uniforms, lacks_head), num_tokens)
-        confidence, broken = [], block.broken
         if block.confidence_logits is not None:
             fits = None if self._confidence_fits is None else self._confidence_fits[:num_tokens]
             predicted = calibrated_confidence(block.confidence_logits, fits)
-            confidence = [predicted.nan_to_num(0.0)]
-            if self.policy.requires_confidence:
-                broken = broken | predicted.isnan()
-        rows, *confidence = to_host(block.token_ids.masked_fill(broken, -1), *confidence)
-        rows, confidence = rows.tolist(), confidence[0] if confidence else None
-        lengths = self.policy.plan_verify(confidence, max_lengths, load)
+            is_needed = self.policy.requires_confidence
+            broken = block.broken | predicted.isnan() if is_needed else block.broken
+            block = replace(block, confidence=predicted, broken=broken)
+        block = replace(block, lengths=max_lengths.clamp(max=num_tokens), ends=self._ends)
+        if not self._waits:
+            return block
+        block = block.on_host(*to_host(*block.for_host()))
+        lengths = self.policy.plan_verify(block.confidence, max_lengths, load)
         if not all(0 <= length <= most for length, most in zip(lengths.tolist(), max_lengths.tolist(), strict=True)):
             raise ValueError(
                 f"{type(self.policy).__name__}.plan_verify must return lengths in [0, max_lengths="
                 f"{max_lengths.tolist()}], got {lengths.tolist()}"
             )
-        self._give_up(requests, rows)
-        # The first end-of-sequence token must stay: dropping a token because of its value would bias the output.
-        ends = torch.tensor([_end(row, self._ends) for row in rows], device="cpu")
-        return replace(block, lengths=torch.minimum(lengths, ends), confidence=confidence, rows=rows)
+        return replace(block, lengths=torch.minimum(lengths, block.lengths))
 
     def _draft_trees(
         self,
@@ -238,7 +240,8 @@ class Drafter:
                 stacklevel=2,
             )
             self._has_warned = True
-        self._given_up |= {request.id for request, row in zip(requests, token_ids, strict=True) if row[0] < 0}
+        rows = zip(requests, token_ids, strict=True)
+        self._given_up |= {request.id for request, row in rows if row[0] < 0 and not request.ended}
 
     def learn(
         self,
@@ -252,6 +255,8 @@ class Drafter:
         """Record the outcome of a round, and let the policy learn from it.
         Requests that ended gain less than accepted + 1 tokens. Scores are the target's, after anchors and drafts."""
         observer, drafts, target_logits = self._options.observer, proposal.drafts, None
+        if proposal.drafted and isinstance(drafts, DraftBlock):
+            self._give_up(requests, drafts.rows)
         if self.statistics.first_round_at is None:
             self.statistics.first_round_at = time.perf_counter() - seconds.total
         if observer is not None:
@@ -275,16 +280,6 @@ class Drafter:
         self.policy.observe(outcome)
         if observer is not None:
             observer(outcome)
-
-
-def _end(token_ids: Sequence[int], ends: frozenset[int]) -> int:
-    """Return how many tokens of a row can be sent: those before a broken one, -1, and up to one that ends it."""
-    for count, token in enumerate(token_ids):
-        if token < 0:
-            return count
-        if token in ends:
-            return count + 1
-    return len(token_ids)
 
 
 def _own_precision(draft: DraftModel) -> AbstractContextManager:

@@ -84,18 +84,19 @@ class DecodingLoop:
         started = time.perf_counter()
         requests, noise = list(self.requests), self.drafter.noise(self.requests)
         proposal = self.drafter.propose(requests, noise)  # a parallel pass, draws from left to right, a cut
-        drafts, verifying = proposal.drafts, time.perf_counter()
-        tokens, layout = self._packed(requests, drafts)
-        output, scores, verified = self._verify(drafts, noise, tokens, layout)
+        verifying = time.perf_counter()
+        tokens, layout = self._packed(requests, proposal.drafts)
+        output, scores, verified = self._verify(proposal.drafts, noise, tokens, layout)
         overflows = layout.width > 1 and verified.has_nan
         if overflows:  # the NaN of a draft has spread to tokens that do not see it
-            output, scores, verified = self._verify(drafts, noise, tokens, replace(layout, singly=True))
+            output, scores, verified = self._verify(verified.drafts, noise, tokens, replace(layout, singly=True))
         verify_seconds = time.perf_counter() - verifying
-        num_committed = self._commit(drafts, verified, scores, output)
+        num_committed = self._commit(verified, scores, output)
         if overflows:
             self.cache.clear_stale()
         self.release_ended()
         seconds = RoundSeconds(len(requests), proposal.seconds, verify_seconds, time.perf_counter() - started)
+        proposal = replace(proposal, drafts=verified.drafts)
         self.drafter.learn(requests, proposal, verified, num_committed, scores, seconds)
 
     def _verify(
@@ -103,8 +104,7 @@ class DecodingLoop:
     ) -> tuple[TargetOutput, Scores, Verified]:
         output = self._forward(tokens, layout, self._types(layout, self.requests), verifying=True)
         scores = self._processor(output.logits, None, self._prefixes(self.requests, drafts))
-        has_nan = output.logits[:, 0].isnan().any()  # travels along, so that nothing waits for it
-        return output, scores, verify(drafts, scores, layout.first_tokens, noise, has_nan)
+        return output, scores, verify(drafts, scores, layout.first_tokens, noise, output.logits[:, 0])
 
     def _packed(self, requests: Sequence[Request], drafts: Drafts) -> tuple[torch.Tensor, SlotLayout]:
         """Return anchors and drafts of all rows, `[T]`, and the slots that they are written to."""
@@ -168,10 +168,10 @@ class DecodingLoop:
         features = self._capture.take(self._device, self.drafter.draft.dtype)[0]
         return TargetOutput(layout, logits.to(self._device), features, states)
 
-    def _commit(self, drafts: Drafts, verified: Verified, scores: Scores, output: TargetOutput) -> list[int]:
+    def _commit(self, verified: Verified, scores: Scores, output: TargetOutput) -> list[int]:
         """Append what was verified up to each request's end; return how many tokens each one gained."""
         num_committed = []
-        for row, (places, new_tokens) in enumerate(drafts.accepted(verified)):
+        for row, (places, new_tokens) in enumerate(verified.drafts.accepted(verified)):
             request, first = self.requests[row], output.layout.first_tokens[row]
             require_token(request.id, new_tokens[-1])
             columns = [0, *places]

@@ -8,7 +8,7 @@ drawn must be verified. What chooses among drawn nodes by their tokens or by the
 
 import functools
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import numpy as np
@@ -30,6 +30,7 @@ class Verified:
     next_token_ids: torch.Tensor
     paths: Sequence[Sequence[int]] | None = None  # the accepted places; `None` for chains: the first ones
     has_nan: bool = False  # whether the target's logits had any, if that was asked
+    drafts: "Drafts | None" = None  # as the host knows them
 
 
 @dataclass(frozen=True)
@@ -43,9 +44,10 @@ class DraftBlock:
     confidence_logits: torch.Tensor | None = None  # of c_k, [R, γ], known before x_k was drawn; not of every draft
     # Slots for which the draft gave no distribution, since its numbers overflowed, [R, γ]; known before x_k was drawn.
     broken: torch.Tensor | None = None
-    lengths: torch.Tensor | None = None  # tokens of each row that are verified, [R], on the CPU; set by the cut
-    confidence: torch.Tensor | None = None  # calibrated c_k, [R, n], on any device
-    rows: Sequence[Sequence[int]] | None = None  # the tokens on the host; set with the lengths
+    lengths: torch.Tensor | None = None  # tokens of each row that are verified, [R], on the CPU
+    confidence: torch.Tensor | None = None  # calibrated c_k, [R, n], on the host when the tokens are
+    rows: Sequence[Sequence[int]] | None = None  # the tokens on the host, -1 for broken ones; `None`: not there yet
+    ends: frozenset[int] = frozenset()  # tokens that end a sequence
 
     @property
     def depths(self) -> list[int]:
@@ -56,6 +58,24 @@ class DraftBlock:
     def parents(self) -> None:
         """The parent of each place, by row; `None` as each place follows the one before."""
         return None
+
+    def for_host(self) -> list[torch.Tensor]:
+        """Return what `on_host` is to be given, on the device; nothing if it was."""
+        if self.rows is not None:
+            return []
+        tokens = self.token_ids if self.broken is None else self.token_ids.masked_fill(self.broken, -1)
+        return [tokens] if self.confidence is None else [tokens, self.confidence]
+
+    def on_host(self, *found: torch.Tensor) -> "DraftBlock":
+        """Return the block with what came to the host, cut where tokens say so: before a broken one, and after one
+        that ends a sequence. That one must stay: dropping a token because of its value would bias the output."""
+        if not found:
+            return self
+        rows, *confidence = found
+        rows = rows.tolist()
+        ends = torch.tensor([_end(row, self.ends) for row in rows], device="cpu")
+        confidence = confidence[0].nan_to_num(0.0) if confidence else None
+        return replace(self, rows=rows, confidence=confidence, lengths=torch.minimum(self.lengths, ends))
 
     def packed(self, anchors: torch.Tensor) -> torch.Tensor:
         """Return anchors `[R]` and drafts row by row, `[T]`, as one packed pass reads them."""
@@ -76,6 +96,16 @@ class DraftBlock:
         """Return the accepted places of each row, and their tokens with the next one."""
         rows = zip(verified.num_accepted.tolist(), verified.next_token_ids.tolist(), self.rows, strict=True)
         return [(range(1, 1 + count), [*drafted[:count], following]) for count, following, drafted in rows]
+
+
+def _end(token_ids: Sequence[int], ends: frozenset[int]) -> int:
+    """Return how many tokens of a row can be verified: those before a broken one, -1, and up to one that ends it."""
+    for count, token in enumerate(token_ids):
+        if token < 0:
+            return count
+        if token in ends:
+            return count + 1
+    return len(token_ids)
 
 
 @dataclass

@@ -19,9 +19,9 @@ TINY = 1e-30  # keeps a quotient of zeros finite
 
 
 def verify(
-    drafts: Drafts, scores: Scores, first_rows: Sequence[int], noise: BlockNoise | None, has_nan: torch.Tensor
+    drafts: Drafts, scores: Scores, first_rows: Sequence[int], noise: BlockNoise | None, logits: torch.Tensor
 ) -> Verified:
-    """Accept a path of each row's drafts, and draw the token after it.
+    """Accept a path of each row's drafts, and draw the token after it. A device is waited for once.
 
     Args:
         drafts ([`Drafts`]): With every node that was drawn, if drafts are drawn.
@@ -29,24 +29,34 @@ def verify(
             row by row, processed like the drafts.
         first_rows (`Sequence[int]`): Where each row's scores begin, `[R]`.
         noise ([`BlockNoise`], *optional*): Independent of the draws. Without it the target's arg-max is followed.
-        has_nan (`torch.BoolTensor` of shape `[]`): What the caller wants to know, too: it travels along.
+        logits (`torch.Tensor` of shape `[sum of 1 + nodes]`): Of one token: whether they are NaN is told, too.
 
     Sun et al. 2024 (arXiv 2403.10444) for chains, Weng et al. 2025 (arXiv 2505.12398) for trees; both in place of the
     ratio test of DSpark Section 2.1.
     """
     if isinstance(drafts, DraftTrees):
-        return _verify_trees(drafts, scores, first_rows, noise, has_nan)
-    device, gamma = scores.values.device, drafts.token_ids.shape[1]
-    lengths, first_rows = to_device(torch.stack([drafts.lengths, torch.tensor(first_rows, device="cpu")]), device)
-    if gamma == 0:
-        verified = Verified(lengths, next_tokens(scores, noise))
-    elif noise is None:
-        verified = walk_chains(drafts, lengths, scores.best()[1], first_rows)
+        return _verify_trees(drafts, scores, first_rows, noise, logits)
+    if noise is None:
+        best, logits, *found = to_host(scores.best()[1], logits, *drafts.for_host())
+        block, best = drafts.on_host(*found), best.tolist()
+        rows = zip(block.rows, block.lengths.tolist(), first_rows, strict=True)
+        counts = [walk_chain(row[:length], best[first:]) for row, length, first in rows]
+        following = [best[first + count] for first, count in zip(first_rows, counts, strict=True)]
+        num_accepted, next_token_ids = torch.tensor([counts, following], device="cpu")
     else:
-        uniforms = [to_device(each, device) for each in (noise.accept_uniforms[:, :gamma], noise.next_uniforms)]
-        verified = verify_chains(drafts, lengths, scores.distribution(), first_rows, *uniforms)
-    num_accepted, next_token_ids, has_nan = to_host(verified.num_accepted, verified.next_token_ids, has_nan)
-    return Verified(num_accepted, next_token_ids, has_nan=bool(has_nan))
+        device, gamma = scores.values.device, drafts.token_ids.shape[1]
+        if gamma == 0:
+            verified = Verified(drafts.lengths.to(device), next_tokens(scores, noise))
+        else:
+            places = to_device(torch.stack([drafts.lengths, torch.tensor(first_rows, device="cpu")]), device)
+            uniforms = [to_device(each, device) for each in (noise.accept_uniforms[:, :gamma], noise.next_uniforms)]
+            verified = verify_chains(drafts, places[0], scores.distribution(), places[1], *uniforms)
+        parts = verified.num_accepted, verified.next_token_ids, logits, *drafts.for_host()
+        num_accepted, next_token_ids, logits, *found = to_host(*parts)
+        block = drafts.on_host(*found)
+        if not torch.equal(block.lengths, drafts.lengths):  # it is shorter than what was verified
+            return verify(block, scores, first_rows, noise, logits.to(device))
+    return Verified(num_accepted, next_token_ids, has_nan=bool(logits.isnan().any()), drafts=block)
 
 
 def next_tokens(scores: Scores, noise: BlockNoise | None) -> torch.Tensor:
@@ -57,18 +67,19 @@ def next_tokens(scores: Scores, noise: BlockNoise | None) -> torch.Tensor:
 
 
 def _verify_trees(
-    drafts: DraftTrees, scores: Scores, first_rows: Sequence[int], noise: BlockNoise | None, has_nan: torch.Tensor
+    drafts: DraftTrees, scores: Scores, first_rows: Sequence[int], noise: BlockNoise | None, logits: torch.Tensor
 ) -> Verified:
     spans = [slice(first, first + 1 + tree.num_nodes) for first, tree in zip(first_rows, drafts.trees, strict=True)]
     rows = zip(drafts.trees, spans, strict=True)
     if noise is None:
-        best, has_nan = (each.tolist() for each in to_host(scores.best()[1], has_nan))
+        best, logits = to_host(scores.best()[1], logits)
+        best = best.tolist()
         paths, following = zip(*(walk_tree(tree, best[span]) for tree, span in rows), strict=True)
         next_token_ids = torch.tensor(following, device="cpu")
     else:
         distribution, accept_uniforms = scores.distribution(), noise.accept_uniforms.tolist()
         if distribution.candidate_ids is not None:  # few enough for the host, which need not be waited for
-            *parts, has_nan = to_host(distribution.probs, distribution.candidate_ids, has_nan)
+            *parts, logits = to_host(distribution.probs, distribution.candidate_ids, logits)
             distribution = TokenDistribution(*parts)
         walks = [
             verify_tree(tree, distribution[span], uniforms)
@@ -77,23 +88,18 @@ def _verify_trees(
         paths, following = zip(*walks, strict=True)
         drawn_from = TokenDistribution.stack([each[None] for each in following])[0]
         next_token_ids = draw_if_any(drawn_from, to_device(noise.next_uniforms, drawn_from.probs.device))
-        next_token_ids, has_nan = to_host(next_token_ids, has_nan)
-    return Verified(torch.tensor(list(map(len, paths)), device="cpu"), next_token_ids, paths, bool(has_nan))
+        next_token_ids, logits = to_host(next_token_ids, logits)
+    lengths = torch.tensor(list(map(len, paths)), device="cpu")
+    return Verified(lengths, next_token_ids, paths, bool(logits.isnan().any()), drafts)
 
 
 # ---- arg-max drafts: along the target's arg-max
 
 
-def walk_chains(
-    block: DraftBlock, lengths: torch.Tensor, target_ids: torch.Tensor, first_rows: torch.Tensor
-) -> Verified:
-    """Accept drafts as long as they are the target's arg-max `[sum of 1 + l]`; the token after them is the target's.
-    `lengths` `[R]` are the tokens sent, `first_rows` `[R]` where each row begins."""
-    slots = torch.arange(block.token_ids.shape[1], device=lengths.device)
-    after_prefix = target_ids[(first_rows[:, None] + slots).clamp_max(len(target_ids) - 1)]
-    matches = (after_prefix == block.token_ids) & (slots < lengths[:, None])
-    num_accepted = matches.long().cumprod(dim=-1).sum(dim=-1)
-    return Verified(num_accepted, target_ids[first_rows + num_accepted])
+def walk_chain(token_ids: Sequence[int], target_ids: Sequence[int]) -> int:
+    """Return how many drafts `[l]` are the target's arg-max, `[1 + l]` or more, if all before them are."""
+    pairs = enumerate(zip(token_ids, target_ids, strict=False))
+    return next((count for count, (ours, theirs) in pairs if ours != theirs), len(token_ids))
 
 
 def walk_tree(tree: DraftTree, target_ids: Sequence[int]) -> tuple[list[int], int]:
