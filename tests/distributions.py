@@ -149,13 +149,13 @@ def outcomes(block, length, target_distribution):
     paths, drawn_from, first = Paths(), [], torch.zeros(1, dtype=torch.long)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
-            verification, "draw_if_any", lambda distribution, uniform: drawn_from.append(distribution.probs[0]) or first
+            verification, "draw_if_any", lambda distribution, _: drawn_from.append(distribution.probs[0]) or first
         )
         patch.setattr(
             verification, "longest_accepted", lambda chances, accept_uniforms: decide_longest(paths, chances)
         )
         for path in paths:
-            found = verification.verify_chains(block, torch.tensor([length]), target_distribution, first, None, None)
+            found = verification.verify_chains(block, torch.tensor([length]), target_distribution, None, None)
             yield int(found.num_accepted), path.probability, drawn_from[-1].tolist()
 
 
@@ -207,10 +207,10 @@ def output_distribution(target, draft, policy, processors, claimed_distribution=
         length = length if cut is None else cut(path, length)
         draft_probs = drawn_from if claimed_distribution is None else claimed_distribution(block)
         judged = DraftBlock(torch.tensor([path]), TokenDistribution(draft_probs[None]), None)
-        after_prefixes = TokenDistribution(
-            torch.stack([target_distribution(path[:slot]) for slot in range(length + 1)])
-        )
-        for count, chance, next_distribution in outcomes(judged, length, after_prefixes):
+        after_prefixes = torch.full((1, len(path) + 1, VOCAB), torch.nan, dtype=torch.double)  # none after the length
+        for slot in range(length + 1):
+            after_prefixes[0, slot] = target_distribution(path[:slot])
+        for count, chance, next_distribution in outcomes(judged, length, TokenDistribution(after_prefixes)):
             for token, prob in enumerate(next_distribution):
                 sequence = (*path[:count], token)
                 distribution[sequence] = distribution.get(sequence, 0.0) + path_probability * chance * prob

@@ -174,8 +174,7 @@ def test_verify_chains_draws_from_the_target_distribution():
     token_ids = torch.multinomial(draft.expand(draws, -1), 1, generator=generator)
     block = DraftBlock(token_ids, TokenDistribution(draft.expand(draws, 1, vocab)), None)
     verified = verify_chains(
-        block, torch.ones(draws, dtype=torch.long), TokenDistribution(target.repeat(draws, 1)),
-        2 * torch.arange(draws),
+        block, torch.ones(draws, dtype=torch.long), TokenDistribution(target.expand(draws, -1, -1)),
         torch.rand(draws, 1, generator=generator), torch.rand(draws, generator=generator),
     )  # fmt: skip
     first = torch.where(verified.num_accepted == 1, token_ids[:, 0], verified.next_token_ids)

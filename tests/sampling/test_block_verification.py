@@ -9,12 +9,11 @@ import torch
 from hf_dspark.sampling import verification
 from hf_dspark.sampling.distributions import TokenDistribution
 from hf_dspark.sampling.drafts import DraftBlock
-from hf_dspark.sampling.verification import prefix_chances, prefix_weights, verify_chains
+from hf_dspark.sampling.verification import prefix_weights, verify_chains
 from tests.distributions import outcomes
 from tests.sampling.test_trees import World, completed
 
 EXACT = 1e-9
-ONE = torch.zeros(1, dtype=torch.long)
 
 
 def drafted(world, path):
@@ -23,7 +22,10 @@ def drafted(world, path):
 
 
 def targets(world, path, length):
-    return TokenDistribution(torch.stack([torch.from_numpy(world.target[path[:slot]]) for slot in range(length + 1)]))
+    """Return the target's distributions, `[1, 1 + tokens, V]`; after the length they are none."""
+    rows = [torch.from_numpy(world.target[path[:slot]]) for slot in range(length + 1)]
+    rows += [torch.full_like(rows[0], torch.nan)] * (len(path) - length)
+    return TokenDistribution(torch.stack(rows)[None])
 
 
 def enumerate_round(world, gamma, length_of):
@@ -85,14 +87,14 @@ def test_no_block_is_shorter_in_expectation_than_token_by_token():
 
 def test_the_first_k_tokens_are_accepted_as_often_however_many_are_sent():
     world, path = World.random(4, 3, 4), (2, 0, 1)
-    weights = prefix_weights(drafted(world, path), targets(world, path, 3), ONE)[0]
+    weights = prefix_weights(drafted(world, path), targets(world, path, 3))[0]
     mean = dict.fromkeys((1, 2, 3), 0.0)
     for length in mean:
         for rest in itertools.product(range(3), repeat=length - 1):
             whole = (2, *rest)
             share = math.prod(world.draft[whole[:slot]][whole[slot]] for slot in range(1, length))
             padded = drafted(world, (*whole, *path[length:]))
-            found = outcomes(padded, length, targets(world, whole, length))
+            found = outcomes(padded, length, targets(world, (*whole, *path[length:]), length))
             mean[length] += share * sum(chance for count, chance, _ in found if count >= 1)
     assert all(value == pytest.approx(float(weights[1]), abs=EXACT) for value in mean.values())
 
@@ -101,20 +103,24 @@ def test_the_first_k_tokens_are_accepted_as_often_however_many_are_sent():
 def test_rows_of_a_batch_are_verified_as_alone(on_candidates):
     worlds, path, lengths = [World.random(seed, 3, 4) for seed in range(3)], (2, 0, 1), torch.tensor([3, 1, 2])
     alone = [drafted(world, path) for world in worlds]
-    distributions = [targets(world, path, int(length)) for world, length in zip(worlds, lengths, strict=True)]
-    target = TokenDistribution(torch.cat([distribution.probs for distribution in distributions]))
+    pairs = zip(worlds, lengths.tolist(), strict=True)
+    target = TokenDistribution(torch.cat([targets(world, path, length).probs for world, length in pairs]))
     draft, order = TokenDistribution(torch.cat([block.distribution.probs for block in alone])), torch.tensor([2, 0, 1])
     if on_candidates != "neither":
-        target = TokenDistribution(target.probs[:, order], order.expand(9, -1))
+        target = TokenDistribution(target.probs[..., order], order.expand(3, 4, -1))
     if on_candidates == "both":
         draft = TokenDistribution(draft.probs[..., order], order.expand(3, 3, -1))
-    batch, first = DraftBlock(torch.tensor([path] * 3), draft, None), torch.tensor([0, 4, 6])
-    chances = prefix_chances(batch, lengths, target, first, prefix_weights(batch, target, first))
-    for row, block in enumerate(alone):
-        weights = prefix_weights(block, distributions[row], ONE)
-        expected = prefix_chances(block, lengths[row : row + 1], distributions[row], ONE, weights)[0]
-        torch.testing.assert_close(chances[row], expected)
-        assert (expected[int(lengths[row]) :] == 0.0).all()
+    uniforms = torch.rand(40, 3, 3).double(), torch.rand(40, 3).double()
+    for accept, following in zip(*uniforms, strict=True):
+        found = [
+            verify_chains(
+                DraftBlock(torch.tensor([path] * 3)[rows], draft[rows]), lengths[rows], target[rows], accept[rows],
+                following[rows],
+            )
+            for rows in (slice(0, 3), slice(0, 1), slice(1, 2), slice(2, 3))
+        ]  # fmt: skip
+        together, *each = [torch.stack([one.num_accepted, one.next_token_ids], dim=1) for one in found]
+        assert torch.equal(together, torch.cat(each)) and (together[:, 0] <= lengths).all()
 
 
 def test_arg_max_drafts_are_drafts_with_a_one_hot_distribution():
@@ -139,6 +145,6 @@ NONE = [torch.nan, torch.nan]
 )
 def test_no_token_is_drawn_where_the_target_has_no_distribution(after, accepted, following):
     block = DraftBlock(torch.tensor([[0, 1]]), TokenDistribution(torch.tensor([[[0.5, 0.5], [0.5, 0.5]]])), None)
-    target, uniforms = TokenDistribution(torch.tensor(after)), (torch.zeros(1, 2), torch.tensor([0.3]))
-    found = verify_chains(block, torch.tensor([2]), target, ONE, *uniforms)
+    target, uniforms = TokenDistribution(torch.tensor([after])), (torch.zeros(1, 2), torch.tensor([0.3]))
+    found = verify_chains(block, torch.tensor([2]), target, *uniforms)
     assert found.num_accepted.tolist() == [accepted] and found.next_token_ids.tolist() == [following]

@@ -17,12 +17,8 @@ from hf_dspark.sampling.verification import verify_chains
 
 
 def verify(block, lengths, target_probs, accept_uniforms, uniform=None):
-    """Verify blocks whose target distributions `[B, γ+1, V]` follow one another, as after a packed pass."""
-    width = target_probs.shape[1]
-    return verify_chains(
-        block, lengths, TokenDistribution(target_probs.flatten(0, 1)), torch.arange(len(lengths)) * width,
-        accept_uniforms, torch.rand(len(lengths)) if uniform is None else uniform,
-    )  # fmt: skip
+    uniform = torch.rand(len(lengths)) if uniform is None else uniform
+    return verify_chains(block, lengths, TokenDistribution(target_probs), accept_uniforms, uniform)
 
 
 def distributions_of(*shape: int) -> torch.Tensor:

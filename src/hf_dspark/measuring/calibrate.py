@@ -291,6 +291,6 @@ def expected_acceptance(outcome: RoundOutcome, num_verified: int) -> torch.Tenso
     draft_distribution = outcome.drafts.distribution[:, :num_verified].dense(target_logits.shape[-1])
     block = DraftBlock(drafted, TokenDistribution(draft_distribution.probs.to(target_logits.device)), None)
     target_probs = target_logits.softmax(dim=-1)
-    before = prefix_weights(block, TokenDistribution(target_probs[0]), drafted.new_zeros(1))[:, :-1, None]
+    before = prefix_weights(block, TokenDistribution(target_probs))[:, :-1, None]
     shared = torch.minimum(before * target_probs, block.distribution.probs).sum(dim=-1)
     return (shared / before[..., 0].clamp_min(torch.finfo(before.dtype).tiny)).clamp_max(1.0).cpu()

@@ -1,5 +1,5 @@
-"""Tensors on their way between the host and an accelerator, and from one stage to the next. A transfer to the host waits for all that the device has
-been asked for, so a round makes few of them."""
+"""Tensors on their way from stage to stage, and between the host and an accelerator. A transfer to the host waits for
+all that the device has been asked for, so a round makes few of them."""
 
 from collections.abc import Sequence
 

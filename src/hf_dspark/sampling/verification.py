@@ -7,8 +7,10 @@ is block verification, computed for all rows at once.
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
+import torch.nn.functional as F
 
 from .distributions import Scores, TokenDistribution, draw_if_any, residual_distribution
 from .drafts import DraftBlock, Drafts, DraftTree, DraftTrees, Verified
@@ -44,13 +46,15 @@ def verify(
         following = [best[first + count] for first, count in zip(first_rows, counts, strict=True)]
         num_accepted, next_token_ids = torch.tensor([counts, following], device="cpu")
     else:
-        device, gamma = scores.values.device, drafts.token_ids.shape[1]
+        device, gamma = scores.values.device, int(drafts.lengths.max())
         if gamma == 0:
             verified = Verified(drafts.lengths.to(device), next_tokens(scores, noise))
         else:
-            places = to_device(torch.stack([drafts.lengths, torch.tensor(first_rows, device="cpu")]), device)
-            uniforms = [to_device(each, device) for each in (noise.accept_uniforms[:, :gamma], noise.next_uniforms)]
-            verified = verify_chains(drafts, places[0], scores.distribution(), places[1], *uniforms)
+            sent = replace(drafts, token_ids=drafts.token_ids[:, :gamma], distribution=drafts.distribution[:, :gamma])
+            uniforms = torch.cat([noise.accept_uniforms[:, :gamma], noise.next_uniforms[:, None]], dim=1)
+            *uniforms, following = to_device(uniforms, device).split([gamma, 1], dim=1)
+            target = by_rows(scores, first_rows, 1 + gamma).distribution()
+            verified = verify_chains(sent, drafts.lengths, target, *uniforms, following[:, 0])
         parts = verified.num_accepted, verified.next_token_ids, logits, *drafts.for_host()
         num_accepted, next_token_ids, logits, *found = to_host(*parts)
         block = drafts.on_host(*found)
@@ -115,78 +119,76 @@ def walk_tree(tree: DraftTree, target_ids: Sequence[int]) -> tuple[list[int], in
 # ---- drawn chains
 
 
+def by_rows(scores: Scores, first_rows: Sequence[int], width: int) -> Scores:
+    """Return packed scores by row, `[R, width]`; places after a row's own mean nothing."""
+    if len(scores.values) == len(first_rows) * width:
+        ids = scores.candidate_ids
+        return Scores(scores.values.unflatten(0, (-1, width)), None if ids is None else ids.unflatten(0, (-1, width)))
+    last = len(scores.values) - 1
+    places = [[min(first + place, last) for place in range(width)] for first in first_rows]
+    return scores[to_device(places, scores.values.device)]
+
+
 def verify_chains(
     block: DraftBlock,
     lengths: torch.Tensor,
     target_distribution: TokenDistribution,
-    first_rows: torch.Tensor,
     accept_uniforms: torch.Tensor,
     next_uniforms: torch.Tensor,
 ) -> Verified:
     """Accept a prefix of each chain, the longest that its uniform allows, and draw the token after it.
 
-    `lengths` `[R]` are the scheduled draft tokens l; whether a token is sent must be known before it is drawn. The
-    uniforms `[R, γ]` and `[R]`, in [0, 1), are independent of the draws.
+    `lengths` `[R]`, on the CPU, are the scheduled draft tokens l; whether a token is sent must be known before it is
+    drawn. The target's distributions `[R, γ+1, n]` are those after the anchor and each token; after l they mean
+    nothing. The uniforms `[R, γ]` and `[R]`, in [0, 1), are independent of the draws.
 
-    After k accepted tokens, fewer than were sent, the next one has the distribution max(p_k p_t - p_d, 0), normalised,
-    with p_k of [`prefix_weights`]. After all of them it has the target's. Sun et al. 2024, Algorithm 2.
+    After k accepted tokens the next one has the distribution max(p_k p_t - p_d, 0), normalised, with p_k of
+    [`prefix_weights`]. After the last one that was sent p_d is 0: it has the target's. Sun et al. 2024, Algorithm 2.
     """
-    weights = prefix_weights(block, target_distribution, first_rows)
-    chances = prefix_chances(block, lengths, target_distribution, first_rows, weights)
-    num_accepted = longest_accepted(chances, accept_uniforms)
-    following = target_distribution[first_rows + num_accepted]
-    rows = torch.arange(len(lengths), device=lengths.device)
-    slots = num_accepted.clamp_max(block.token_ids.shape[1] - 1)
-    drawn_from = None if block.distribution is None else block.distribution[rows, slots]
-    draft_next = on_support(drawn_from, block.token_ids[rows, slots], following)
-    residual = residual_distribution(following.probs * weights.gather(1, num_accepted[:, None]), draft_next)
-    probs = torch.where((num_accepted < lengths)[:, None], residual, following.probs)
-    return Verified(num_accepted, draw_if_any(TokenDistribution(probs, following.candidate_ids), next_uniforms))
+    weights, gamma = prefix_weights(block, target_distribution), block.token_ids.shape[1]
+    drafted = on_support(block.distribution, block.token_ids, target_distribution[:, :-1])
+    is_whole = bool((lengths == gamma).all())
+    sent = None if is_whole else to_device(torch.arange(gamma, device="cpu") < lengths[:, None], drafted.device)
+    if not is_whole:
+        drafted = torch.where(sent[..., None], drafted, 0.0)
+    drafted = F.pad(drafted, (0, 0, 0, 1))
+    chances = prefix_chances(target_distribution, drafted, weights)
+    num_accepted = longest_accepted(chances if is_whole else torch.where(sent, chances, 0.0), accept_uniforms)
+    rows = torch.arange(len(lengths), device=num_accepted.device)
+    following = target_distribution[rows, num_accepted]
+    residual = residual_distribution(
+        following.probs * weights.gather(1, num_accepted[:, None]), drafted[rows, num_accepted]
+    )
+    return Verified(num_accepted, draw_if_any(TokenDistribution(residual, following.candidate_ids), next_uniforms))
 
 
-def prefix_weights(
-    block: DraftBlock, target_distribution: TokenDistribution, first_rows: torch.Tensor
-) -> torch.Tensor:
+def prefix_weights(block: DraftBlock, target_distribution: TokenDistribution) -> torch.Tensor:
     """Return p_0..p_γ, `[R, γ+1]`: p_0 = 1, p_k = min(p_{k-1} p_t(x_k) / p_d(x_k), 1). The first k tokens of a block
-    or more are accepted with probability p_k, however many are sent; after the scheduled length p_k means nothing."""
-    slots, tokens = torch.arange(block.token_ids.shape[1], device=first_rows.device), block.token_ids[..., None]
-    rows = (first_rows[:, None] + slots).clamp_max(len(target_distribution.probs) - 1)
-    if target_distribution.candidate_ids is None:
-        ratios = target_distribution.probs[rows, block.token_ids]
-    else:
-        ratios = target_distribution[rows].probability(tokens)[..., 0]
+    or more are accepted with probability p_k, however many are sent. The target's distributions are those before each
+    token, `[R, γ or more, n]`."""
+    tokens = block.token_ids[..., None]
+    ratios = target_distribution[:, : tokens.shape[1]].probability(tokens)[..., 0]
     if block.distribution is not None:
         draft_probs = block.distribution.probability(tokens)[..., 0]
         ratios = ratios / draft_probs.clamp_min(torch.finfo(draft_probs.dtype).tiny)
     weights = [torch.ones_like(ratios[:, 0])]
-    for slot in range(ratios.shape[1]):
-        weights.append((weights[-1] * ratios[:, slot]).clamp_max(1.0))
+    for ratio in ratios.unbind(dim=1):
+        weights.append((weights[-1] * ratio).clamp_max(1.0))
     return torch.stack(weights, dim=1)
 
 
 def prefix_chances(
-    block: DraftBlock,
-    lengths: torch.Tensor,
-    target_distribution: TokenDistribution,
-    first_rows: torch.Tensor,
-    weights: torch.Tensor,
+    target_distribution: TokenDistribution, drafted: torch.Tensor, weights: torch.Tensor
 ) -> torch.Tensor:
     """Return with what probability the first 1..γ tokens are accepted if no longer prefix is, `[R, γ]`.
 
-    It is p_l at the scheduled length l, and before it s / (s + 1 - p_k) with s = sum max(p_k p_t - p_d, 0) over the
-    token after the prefix. Where the target has no distribution there, a prefix is taken with p_k, so that the caller
-    learns.
+    It is s / (s + 1 - p_k) with s = sum max(p_k p_t - p_d, 0) over the token after the prefix; `drafted` are p_d of
+    each place's next token, `[R, γ+1, n]`, 0 after the last one. Where the target has no distribution, a prefix is
+    taken with p_k, so that the caller learns.
     """
-    counts = torch.arange(1, block.token_ids.shape[1] + 1, device=lengths.device)
-    after = target_distribution[(first_rows[:, None] + counts[:-1]).clamp_max(len(target_distribution.probs) - 1)]
-    drawn_from = None if block.distribution is None else block.distribution[:, 1:]
-    draft_after = on_support(drawn_from, block.token_ids[:, 1:], after)
-    reached = weights[:, 1:-1]
-    excess = (reached[..., None] * after.probs - draft_after).clamp_min(0.0).sum(dim=-1)
-    inside = excess / (excess + 1.0 - reached).clamp_min(torch.finfo(excess.dtype).tiny)
-    inside = torch.where(excess.isnan(), reached, inside)
-    chances = torch.where(counts < lengths[:, None], torch.cat([inside, weights[:, -1:]], dim=1), weights[:, 1:])
-    return chances.masked_fill(counts > lengths[:, None], 0.0)
+    excess = (weights[..., None] * target_distribution.probs - drafted).clamp_min(0.0).sum(dim=-1)
+    inside = excess / (excess + 1.0 - weights).clamp_min(torch.finfo(excess.dtype).tiny)
+    return torch.where(excess.isnan(), weights, inside)[:, 1:]
 
 
 def longest_accepted(chances: torch.Tensor, accept_uniforms: torch.Tensor) -> torch.Tensor:

@@ -72,8 +72,8 @@ def slot_attention(
     """Attend from packed tokens `[1, heads, T, size]` to their rows' slots `[R, key_heads, slots, size]`.
 
     The signature is that of transformers' attention functions; `softcap` is Gemma 2's, `s_aux` are the sinks of
-    GPT-OSS. Without a mask `[R or 1, 1, width, slots]` from [`slot_mask`], it is causal: the last token sees all slots.
-    Returns `[1, T, heads, size]`.
+    GPT-OSS. Without a mask `[R or 1, 1, width, slots]` from [`slot_mask`], it is causal: the last token sees all
+    slots. Returns `[1, T, heads, size]`.
     """
     if position_bias is not None:
         raise ValueError("position biases are not supported by hf_dspark's decoding loop")
