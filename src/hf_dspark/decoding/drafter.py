@@ -111,7 +111,7 @@ class Drafter:
         max_lengths = torch.tensor(most, device="cpu")  # whatever the user's default device is
         num_tokens = 0  # decided before anything is drawn, so it biases nothing
         if any(most) and self.policy.plan_draft(load):
-            num_tokens = int(self.policy.limit_lengths(max_lengths, load).max())
+            num_tokens = max(self.policy.limit_lengths(max_lengths, load).tolist())
         plan, matches = None, []
         if num_tokens and self._grows_trees and self.policy.most_nodes > 0:
             matches = [self._match(request) for request in requests]

@@ -46,21 +46,20 @@ def verify(
         following = [best[first + count] for first, count in zip(first_rows, counts, strict=True)]
         num_accepted, next_token_ids = torch.tensor([counts, following], device="cpu")
     else:
-        device, gamma = scores.values.device, int(drafts.lengths.max())
+        device, gamma = scores.values.device, max(drafts.lengths.tolist())
         if gamma == 0:
             verified = Verified(drafts.lengths.to(device), next_tokens(scores, noise))
         else:
             sent = replace(drafts, token_ids=drafts.token_ids[:, :gamma], distribution=drafts.distribution[:, :gamma])
-            uniforms = torch.cat([noise.accept_uniforms[:, :gamma], noise.next_uniforms[:, None]], dim=1)
-            *uniforms, following = to_device(uniforms, device).split([gamma, 1], dim=1)
+            uniforms = [to_device(each, device) for each in (noise.accept_uniforms[:, :gamma], noise.next_uniforms)]
             target = by_rows(scores, first_rows, 1 + gamma).distribution()
-            verified = verify_chains(sent, drafts.lengths, target, *uniforms, following[:, 0])
+            verified = verify_chains(sent, drafts.lengths, target, *uniforms)
         parts = verified.num_accepted, verified.next_token_ids, logits, *drafts.for_host()
         num_accepted, next_token_ids, logits, *found = to_host(*parts)
         block = drafts.on_host(*found)
-        if not torch.equal(block.lengths, drafts.lengths):  # it is shorter than what was verified
+        if block.lengths.tolist() != drafts.lengths.tolist():  # it is shorter than what was verified
             return verify(block, scores, first_rows, noise, logits.to(device))
-    return Verified(num_accepted, next_token_ids, has_nan=bool(logits.isnan().any()), drafts=block)
+    return Verified(num_accepted, next_token_ids, has_nan=_has_nan(logits), drafts=block)
 
 
 def next_tokens(scores: Scores, noise: BlockNoise | None) -> torch.Tensor:
@@ -94,7 +93,11 @@ def _verify_trees(
         next_token_ids = draw_if_any(drawn_from, to_device(noise.next_uniforms, drawn_from.probs.device))
         next_token_ids, logits = to_host(next_token_ids, logits)
     lengths = torch.tensor(list(map(len, paths)), device="cpu")
-    return Verified(lengths, next_token_ids, paths, bool(logits.isnan().any()), drafts)
+    return Verified(lengths, next_token_ids, paths, _has_nan(logits), drafts)
+
+
+def _has_nan(numbers: torch.Tensor) -> bool:
+    return any(map(math.isnan, numbers.tolist()))
 
 
 # ---- arg-max drafts: along the target's arg-max
@@ -147,7 +150,7 @@ def verify_chains(
     """
     weights, gamma = prefix_weights(block, target_distribution), block.token_ids.shape[1]
     drafted = on_support(block.distribution, block.token_ids, target_distribution[:, :-1])
-    is_whole = bool((lengths == gamma).all())
+    is_whole = min(lengths.tolist()) == gamma
     sent = None if is_whole else to_device(torch.arange(gamma, device="cpu") < lengths[:, None], drafted.device)
     if not is_whole:
         drafted = torch.where(sent[..., None], drafted, 0.0)
