@@ -57,7 +57,7 @@ def test_block_distribution_is_the_distribution_of_the_processors_one_by_one(cha
     processors, ids = LogitsProcessorList(chain), prefixes(6)
     logits = torch.randn(6, VOCAB).mul(3).to(dtype)
     raw = logits.clone()
-    scores = BlockProcessor(processors, VOCAB)(logits, None, [Prefix(prefix, processors) for prefix in ids])
+    scores = BlockProcessor(processors, VOCAB)(logits, None, [Prefix(prefix, processors) for prefix in ids]).sure()
     expected = one_by_one(processors, ids, logits)
     torch.testing.assert_close(scores.distribution().dense(VOCAB).probs, expected.softmax(-1), atol=3e-7, rtol=1e-5)
     assert torch.equal(scores.dense(VOCAB) > -torch.inf, expected > -torch.inf)
@@ -81,7 +81,7 @@ def test_tokens_tied_with_the_last_one_of_top_k_are_kept_save_by_drafts():
     logits[0, :5] = 2.0
     logits[0, 5:20] = 1.0
     processors = LogitsProcessorList([TopKLogitsWarper(8)])
-    scores = BlockProcessor(processors, VOCAB)(logits)
+    scores = BlockProcessor(processors, VOCAB)(logits).sure()
     assert (scores.dense(VOCAB)[0] > -torch.inf).nonzero()[:, 0].tolist() == list(range(20))
     assert DraftProcessor(processors, VOCAB)(logits).values.shape == (1, 8)
 
@@ -108,7 +108,7 @@ def test_top_p_keeps_the_tied_tokens_that_transformers_keeps(scores, top_p, top_
     if top_k is not None:
         processors.insert(0, TopKLogitsWarper(top_k))
     expected = processors(torch.zeros(1, 0, dtype=torch.long), logits.clone())
-    assert torch.equal(BlockProcessor(processors, VOCAB)(logits).dense(VOCAB), expected)
+    assert torch.equal(BlockProcessor(processors, VOCAB)(logits).sure().dense(VOCAB), expected)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -121,7 +121,7 @@ def test_top_p_keeps_the_same_tokens_in_half_precision(top_p, top_k, dtype):
     if top_k is not None:
         processors.insert(1, TopKLogitsWarper(top_k))
     expected = processors(torch.zeros(256, 0, dtype=torch.long), logits.float())
-    scores = BlockProcessor(processors, VOCAB)(logits)
+    scores = BlockProcessor(processors, VOCAB)(logits).sure()
     assert torch.equal(scores.dense(VOCAB), expected)
     assert scores.best()[1].tolist() == expected.argmax(dim=-1).tolist()
 
@@ -129,9 +129,9 @@ def test_top_p_keeps_the_same_tokens_in_half_precision(top_p, top_k, dtype):
 @pytest.mark.parametrize("ties", [True, False], ids=["more_ties_than_candidates", "flat_distribution"])
 def test_distributions_of_too_many_candidates_fall_back_to_the_processors(ties):
     logits = torch.zeros(2, VOCAB) if ties else torch.randn(2, VOCAB) * 0.01
-    assert (Truncation(top_k=3) if ties else Truncation(top_p=0.9))(logits) is None
+    assert (Truncation(top_k=3) if ties else Truncation(top_p=0.9))(logits).doubt
     processors = LogitsProcessorList([TopKLogitsWarper(3) if ties else TopPLogitsWarper(0.9)])
-    scores = BlockProcessor(processors, VOCAB)(logits)
+    scores = BlockProcessor(processors, VOCAB)(logits).sure()
     expected = processors(torch.zeros(2, 1, dtype=torch.long), logits.clone())
     torch.testing.assert_close(scores.distribution().probs, expected.softmax(-1))
 

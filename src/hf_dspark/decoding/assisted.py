@@ -194,9 +194,8 @@ class DSparkCandidateGenerator(CandidateGenerator):
         seconds = RoundSeconds(1, self._proposal.seconds, self._pass_seconds, now - self._round_started)
         self._round_started = now  # what the loop does between two rounds belongs to the next one
         num_accepted = torch.tensor([self._num_accepted(input_ids, num_matches)], device="cpu")
-        verified = Verified(num_accepted, input_ids[:, -1])
-        scores = Scores(scores[0])
-        self._drafter.learn([self._request], self._proposal, verified, [num_matches + 1], scores, seconds)
+        verified = Verified(num_accepted, input_ids[:, -1], drafts=self._proposal.drafts, scores=Scores(scores[0]))
+        self._drafter.learn([self._request], self._proposal, verified, [num_matches + 1], seconds)
 
     def _num_accepted(self, input_ids: torch.Tensor, num_matches: int) -> int:
         """Return the accepted drafts: transformers counts an accepted end-of-sequence draft as the bonus. A rejected

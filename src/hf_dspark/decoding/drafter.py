@@ -11,7 +11,6 @@ from transformers import PreTrainedModel
 
 from ..models.modeling_draft import DraftModel
 from ..models.slot_cache import SlotCache
-from ..sampling.distributions import Scores
 from ..sampling.drafts import DraftBlock, Drafts, Sampler, Verified
 from ..sampling.noise import BlockNoise, block_noise
 from ..sampling.transfers import joined, to_device, to_host
@@ -249,18 +248,17 @@ class Drafter:
         proposal: Proposal,
         verified: Verified,
         num_committed: Sequence[int],
-        scores: Scores,
         seconds: RoundSeconds,
     ) -> None:
         """Record the outcome of a round, and let the policy learn from it.
-        Requests that ended gain less than accepted + 1 tokens. Scores are the target's, after anchors and drafts."""
-        observer, drafts, target_logits = self._options.observer, proposal.drafts, None
+        Requests that ended gain less than accepted + 1 tokens."""
+        observer, drafts, target_logits = self._options.observer, verified.drafts, None
         if proposal.drafted and isinstance(drafts, DraftBlock):
             self._give_up(requests, drafts.rows)
         if self.statistics.first_round_at is None:
             self.statistics.first_round_at = time.perf_counter() - seconds.total
         if observer is not None:
-            rows = scores.dense(self.draft.config.vocab_size).split((1 + drafts.lengths).tolist())
+            rows = verified.scores.dense(self.draft.config.vocab_size).split((1 + drafts.lengths).tolist())
             target_logits = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
         outcome = RoundOutcome(
             request_ids=tuple(request.id for request in requests),

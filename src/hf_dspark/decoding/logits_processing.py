@@ -4,7 +4,8 @@ top-k, top-p and min-p are computed together on the few tokens that survive."""
 import copy
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from itertools import groupby
 from typing import Any
 
@@ -27,7 +28,6 @@ from transformers import (
 )
 
 from ..sampling.distributions import Scores, largest, scatter_to_vocabulary
-from ..sampling.transfers import to_host
 from ..targets.transformers_api import allowed_tokens
 
 FUSED = {
@@ -89,7 +89,8 @@ class BlockProcessor:
         self, logits: torch.Tensor, candidate_ids: torch.Tensor | None = None, prefixes: Sequence[Prefix | None] = ()
     ) -> Scores:
         """Process raw logits `[n, V]` or `[n, candidates]`, without changing them. Each position has a prefix if
-        `reads_prefixes`; it is `None` where plain decoding never comes to: nothing is processed."""
+        `reads_prefixes`; it is `None` where plain decoding never comes to: nothing is processed. Scores of the whole
+        vocabulary may have a doubt."""
         if not self._processors:
             return Scores(logits, candidate_ids)
         if self._fused_from > 0:  # processors may write into their argument, and expect float32
@@ -104,11 +105,9 @@ class BlockProcessor:
         if self._truncation is None:
             return Scores(logits, candidate_ids)
         truncated = self._truncation(logits)
-        if truncated is None:  # more ties, or a flatter distribution, than the candidates have room for
-            logits = logits.to(torch.float32, copy=True)
-            return Scores(_at_once(logits, self._processors[self._fused_from :]), candidate_ids)
         if candidate_ids is None:
             return truncated
+        truncated = truncated.sure()
         if truncated.candidate_ids is not None:
             candidate_ids = candidate_ids.gather(-1, truncated.candidate_ids)
         return Scores(truncated.values, candidate_ids)
@@ -177,6 +176,7 @@ class Truncation:
     top_p: float | None = None
     min_p: float | None = None
     tie_margin: int = TIE_MARGIN
+    warpers: Sequence[LogitsProcessor] = ()  # the same, one after the other
 
     @classmethod
     def of(cls, warpers: Sequence[LogitsProcessor], tie_margin: int) -> "Truncation | None":
@@ -187,11 +187,11 @@ class Truncation:
         if kinds != [kind for kind in FUSED if kind in kinds] or not is_usual:
             return None
         values = {FUSED[kind]: getattr(warper, FUSED[kind]) for kind, warper in zip(kinds, warpers, strict=True)}
-        return cls(**values, tie_margin=tie_margin)
+        return cls(**values, tie_margin=tie_margin, warpers=warpers)
 
-    def __call__(self, logits: torch.Tensor) -> Scores | None:
-        """Truncate scores `[n, V]`, in any float type; `None` if some survivors may not be among the candidates, which
-        cannot be without a tie margin."""
+    def __call__(self, logits: torch.Tensor) -> Scores:
+        """Truncate scores `[n, V]`, in any float type. With a tie margin there may be a doubt: whether some survivors
+        are not among the candidates, or what is removed at the edge of top-p."""
         if self.top_k is None and self.top_p is None:
             scores = logits.float() / self.temperature
             return Scores(scores if self.min_p is None else self._above_min_p(scores))
@@ -199,11 +199,11 @@ class Truncation:
         wanted = TOP_P_CANDIDATES if self.top_k is None else self.top_k + self.tie_margin
         best, candidate_ids = largest(logits, min(size, wanted))
         scores = best.float() / self.temperature
-        is_whole, doubts = scores.shape[-1] == size, {}  # asked at once: an accelerator has to be waited for
+        is_whole, has_more, unsure, removed = scores.shape[-1] == size, None, None, None
         if self.top_k is not None and self.top_k < scores.shape[-1]:
             last_kept = scores[:, self.top_k - 1, None]
             if not is_whole and self.tie_margin:
-                doubts["candidates"] = (scores[:, -1:] >= last_kept).any()
+                has_more = scores[:, -1] >= last_kept[:, 0]
             scores = scores.masked_fill(scores < last_kept, -torch.inf)
         if self.top_p is not None:
             probs, rest = scores.softmax(dim=-1), 0.0
@@ -215,37 +215,42 @@ class Truncation:
             removed[:, 0] = False
             if self.tie_margin:
                 if self.top_k is None and not is_whole:
-                    last_kept = scores.masked_fill(removed, torch.inf).amin(dim=-1)
                     # The candidates do not reach p, or what ties at the edge goes on after them.
-                    doubts["candidates"] = (scores[:, -1] >= last_kept).any()
+                    has_more = scores[:, -1] >= scores.masked_fill(removed, torch.inf).amin(dim=-1)
                 ties = (removed[:, 1:] != removed[:, :-1]) & (scores[:, 1:] == scores[:, :-1])
                 unsure = (ties | (above_edge[:, 1:].abs() < ROUNDING)).any(dim=-1)
-                doubts["edges"] = unsure.any()
-        found = [name for name, each in zip(doubts, to_host(*doubts.values()), strict=True) if each]
-        if "candidates" in found:
-            return None
-        if "edges" in found:
-            self._settle_edges(logits, scores, candidate_ids, unsure, removed)
-        if self.top_p is not None:
-            scores = scores.masked_fill(removed, -torch.inf)
+        truncated = self._without(removed, scores, candidate_ids)
+        if has_more is None and unsure is None:
+            return truncated
+        doubt = unsure if has_more is None else has_more if unsure is None else has_more | unsure
+        settle = partial(self._settle, logits, scores, candidate_ids, has_more, unsure, removed)
+        return replace(truncated, doubt=doubt.any(), settle=settle)
+
+    def _without(self, removed: torch.Tensor | None, scores: torch.Tensor, candidate_ids: torch.Tensor) -> Scores:
+        scores = scores if removed is None else scores.masked_fill(removed, -torch.inf)
         return Scores(scores if self.min_p is None else self._above_min_p(scores), candidate_ids)
 
-    def _settle_edges(
+    def _settle(
         self,
         logits: torch.Tensor,
         scores: torch.Tensor,
         candidate_ids: torch.Tensor,
-        unsure: torch.Tensor,
-        removed: torch.Tensor,
-    ) -> None:
-        """Correct what top-p removes in the rows where equal scores or rounding decide: transformers sorts the whole
-        vocabulary, and which of equal scores are removed is up to that sort."""
+        has_more: torch.Tensor | None,
+        unsure: torch.Tensor | None,
+        removed: torch.Tensor | None,
+    ) -> Scores:
+        """Let transformers decide where more ties, or a flatter distribution, than the candidates have room for; and
+        what top-p removes in the rows where equal scores or rounding do: it sorts the whole vocabulary, and which of
+        equal scores are removed is up to that sort."""
+        if has_more is not None and has_more.any():
+            return Scores(_at_once(logits.to(torch.float32, copy=True), self.warpers))
         ids = candidate_ids[unsure]
         if self.top_k is None:
             whole = logits[unsure].float() / self.temperature
         else:
             whole = scatter_to_vocabulary(scores[unsure], ids, logits.shape[-1])
         removed[unsure] = TopPLogitsWarper(self.top_p)(None, whole).gather(-1, ids) == -torch.inf
+        return self._without(removed, scores, candidate_ids)
 
     def _above_min_p(self, scores: torch.Tensor) -> torch.Tensor:
         probs = scores.softmax(dim=-1)

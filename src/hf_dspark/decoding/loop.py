@@ -13,7 +13,6 @@ import torch
 
 from ..cpu import fast_linears
 from ..models.slot_cache import SlotCache, SlotLayout
-from ..sampling.distributions import Scores
 from ..sampling.drafts import Drafts, Verified
 from ..sampling.noise import BlockNoise
 from ..sampling.transfers import joined, to_device
@@ -86,25 +85,24 @@ class DecodingLoop:
         proposal = self.drafter.propose(requests, noise)  # a parallel pass, draws from left to right, a cut
         verifying = time.perf_counter()
         tokens, layout = self._packed(requests, proposal.drafts)
-        output, scores, verified = self._verify(proposal.drafts, noise, tokens, layout)
+        output, verified = self._verify(proposal.drafts, noise, tokens, layout)
         overflows = layout.width > 1 and verified.has_nan
         if overflows:  # the NaN of a draft has spread to tokens that do not see it
-            output, scores, verified = self._verify(verified.drafts, noise, tokens, replace(layout, singly=True))
+            output, verified = self._verify(verified.drafts, noise, tokens, replace(layout, singly=True))
         verify_seconds = time.perf_counter() - verifying
-        num_committed = self._commit(verified, scores, output)
+        num_committed = self._commit(verified, output)
         if overflows:
             self.cache.clear_stale()
         self.release_ended()
         seconds = RoundSeconds(len(requests), proposal.seconds, verify_seconds, time.perf_counter() - started)
-        proposal = replace(proposal, drafts=verified.drafts)
-        self.drafter.learn(requests, proposal, verified, num_committed, scores, seconds)
+        self.drafter.learn(requests, proposal, verified, num_committed, seconds)
 
     def _verify(
         self, drafts: Drafts, noise: BlockNoise | None, tokens: torch.Tensor, layout: SlotLayout
-    ) -> tuple[TargetOutput, Scores, Verified]:
+    ) -> tuple[TargetOutput, Verified]:
         output = self._forward(tokens, layout, self._types(layout, self.requests), verifying=True)
         scores = self._processor(output.logits, None, self._prefixes(self.requests, drafts))
-        return output, scores, verify(drafts, scores, layout.first_tokens, noise, output.logits[:, 0])
+        return output, verify(drafts, scores, layout.first_tokens, noise, output.logits[:, 0])
 
     def _packed(self, requests: Sequence[Request], drafts: Drafts) -> tuple[torch.Tensor, SlotLayout]:
         """Return anchors and drafts of all rows, `[T]`, and the slots that they are written to."""
@@ -168,7 +166,7 @@ class DecodingLoop:
         features = self._capture.take(self._device, self.drafter.draft.dtype)[0]
         return TargetOutput(layout, logits.to(self._device), features, states)
 
-    def _commit(self, verified: Verified, scores: Scores, output: TargetOutput) -> list[int]:
+    def _commit(self, verified: Verified, output: TargetOutput) -> list[int]:
         """Append what was verified up to each request's end; return how many tokens each one gained."""
         num_committed = []
         for row, (places, new_tokens) in enumerate(verified.drafts.accepted(verified)):
@@ -177,7 +175,9 @@ class DecodingLoop:
             columns = [0, *places]
             tokens = slice(first, first + len(columns)) if columns[-1] == len(places) else [first + c for c in columns]
             if self.recording.wants_steps:
-                self.recording.add(request.id, output.logits[tokens], scores[tokens], output.states_of(tokens))
+                self.recording.add(
+                    request.id, output.logits[tokens], verified.scores[tokens], output.states_of(tokens)
+                )
             # What takes memory comes first: a shortage must not leave tokens that the cache does not know.
             self.cache.gather(row, columns)
             features = output.features[tokens if isinstance(tokens, slice) else to_device(tokens, self._device)]
@@ -237,7 +237,7 @@ class DecodingLoop:
                     cache.clear(row)
         logits = self._read_prompts(requests, prompts, chunk_size or max(map(len, prompts)))
         self.drafter.statistics.prefill_seconds += time.perf_counter() - started
-        scores = self._processor(logits, None, [request.prefix() for request in requests])
+        scores = self._processor(logits, None, [request.prefix() for request in requests]).sure()
         tokens = next_tokens(scores, self.drafter.noise(requests)).tolist()
         for request, token in zip(requests, tokens, strict=True):
             require_token(request.id, token)

@@ -64,7 +64,8 @@ def count_best(
     processors = prepared["logits_processor"]
     processor = BlockProcessor(processors, logits.shape[-1])
     places = range(start, ids.shape[1]) if processor.reads_prefixes else ()
-    scores = processor(logits, None, [Prefix(ids[:, :place], processors) for place in places]).dense(logits.shape[-1])
+    prefixes = [Prefix(ids[:, :place], processors) for place in places]
+    scores = processor(logits, None, prefixes).sure().dense(logits.shape[-1])
     chosen = scores.gather(-1, ids[0, start:, None].to(scores.device))[:, 0]
     num_best = int((scores.amax(dim=-1) - chosen <= tolerance).sum())
     is_timed = effective_config(target, options).max_time is not None

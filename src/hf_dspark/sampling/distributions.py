@@ -4,6 +4,7 @@ Shape letters used in the whole package: B requests, S context positions, N anch
 (`block_size`), V vocabulary entries, d hidden size, m tapped target layers, r Markov rank.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -58,8 +59,14 @@ class Scores:
 
     values: torch.Tensor  # [n, V] or [n, candidates], not normalised; minus infinity is impossible
     candidate_ids: torch.Tensor | None = None  # [n, candidates]; `None` means all tokens
+    doubt: torch.Tensor | None = None  # whether they may be wrong, []; nothing has waited for it
+    settle: Callable[[], "Scores"] | None = None  # returns those that are right then
 
-    def __getitem__(self, positions: slice | list[int]) -> "Scores":
+    def sure(self) -> "Scores":
+        """Return scores without a doubt: an accelerator is waited for."""
+        return self.settle() if self.doubt is not None and self.doubt else self
+
+    def __getitem__(self, positions: slice | list[int] | torch.Tensor) -> "Scores":
         return Scores(self.values[positions], None if self.candidate_ids is None else self.candidate_ids[positions])
 
     def distribution(self) -> TokenDistribution:

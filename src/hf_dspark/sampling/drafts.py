@@ -14,7 +14,7 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from .distributions import TokenDistribution, best_tokens
+from .distributions import Scores, TokenDistribution, best_tokens
 from .transfers import to_device
 
 # A distribution of which less is left draws no more children: sums of float32 probabilities are off by as much.
@@ -31,6 +31,7 @@ class Verified:
     paths: Sequence[Sequence[int]] | None = None  # the accepted places; `None` for chains: the first ones
     has_nan: bool = False  # whether the target's logits had any, if that was asked
     drafts: "Drafts | None" = None  # as the host knows them
+    scores: Scores | None = None  # of the target, without a doubt
 
 
 @dataclass(frozen=True)
@@ -59,22 +60,19 @@ class DraftBlock:
         """The parent of each place, by row; `None` as each place follows the one before."""
         return None
 
-    def for_host(self) -> list[torch.Tensor]:
-        """Return what `on_host` is to be given, on the device; nothing if it was."""
+    def for_host(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """Return what `on_host` is to be given, on the device: tokens, and confidences if there are any."""
         if self.rows is not None:
-            return []
-        tokens = self.token_ids if self.broken is None else self.token_ids.masked_fill(self.broken, -1)
-        return [tokens] if self.confidence is None else [tokens, self.confidence]
+            return None, None
+        return self.token_ids if self.broken is None else self.token_ids.masked_fill(self.broken, -1), self.confidence
 
-    def on_host(self, *found: torch.Tensor) -> "DraftBlock":
+    def on_host(self, token_ids: torch.Tensor | None, confidence: torch.Tensor | None) -> "DraftBlock":
         """Return the block with what came to the host, cut where tokens say so: before a broken one, and after one
         that ends a sequence. That one must stay: dropping a token because of its value would bias the output."""
-        if not found:
+        if token_ids is None:
             return self
-        rows, *confidence = found
-        rows = rows.tolist()
+        rows, confidence = token_ids.tolist(), None if confidence is None else confidence.nan_to_num(0.0)
         ends = torch.tensor([_end(row, self.ends) for row in rows], device="cpu")
-        confidence = confidence[0].nan_to_num(0.0) if confidence else None
         return replace(self, rows=rows, confidence=confidence, lengths=torch.minimum(self.lengths, ends))
 
     def packed(self, anchors: torch.Tensor) -> torch.Tensor:

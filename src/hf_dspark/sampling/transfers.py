@@ -19,9 +19,12 @@ def to_device(
     return torch.as_tensor(numbers, device="cpu", dtype=dtype).to(device, non_blocking=device.type == "cuda")
 
 
-def to_host(*parts: torch.Tensor) -> list[torch.Tensor]:
-    """Copy tensors of one device, of any shapes and types, to the host at once. Whole numbers are less than 2**24."""
-    if not parts or parts[0].device.type == "cpu":
+def to_host(*parts: torch.Tensor | None) -> list[torch.Tensor | None]:
+    """Copy tensors of one device, of any shapes and types, to the host at once; `None` stays. Whole numbers are less
+    than 2**24."""
+    given = [part for part in parts if part is not None]
+    if not given or given[0].device.type == "cpu":
         return list(parts)
-    flat = torch.cat([part.flatten().float() for part in parts]).cpu().split([part.numel() for part in parts])
-    return [found.view(part.shape).to(part.dtype) for found, part in zip(flat, parts, strict=True)]
+    flat = torch.cat([part.flatten().float() for part in given]).cpu().split([part.numel() for part in given])
+    found = (flat_part.view(part.shape).to(part.dtype) for flat_part, part in zip(flat, given, strict=True))
+    return [None if part is None else next(found) for part in parts]

@@ -25,41 +25,26 @@ def verify(
 ) -> Verified:
     """Accept a path of each row's drafts, and draw the token after it. A device is waited for once.
 
-    Args:
-        drafts ([`Drafts`]): With every node that was drawn, if drafts are drawn.
-        scores ([`Scores`] of shape `[sum of 1 + nodes, V]`): The target's, after the anchor and after each node sent,
-            row by row, processed like the drafts.
-        first_rows (`Sequence[int]`): Where each row's scores begin, `[R]`.
-        noise ([`BlockNoise`], *optional*): Independent of the draws. Without it the target's arg-max is followed.
-        logits (`torch.Tensor` of shape `[sum of 1 + nodes]`): Of one token: whether they are NaN is told, too.
+    The target's scores `[sum of 1 + nodes, V]` are those after the anchor and after each node sent, row by row from
+    `first_rows` on, processed like the drafts. The noise is independent of the draws; without it the target's arg-max
+    is followed. `logits` are those of one token: it is told whether any are NaN.
 
     Sun et al. 2024 (arXiv 2403.10444) for chains, Weng et al. 2025 (arXiv 2505.12398) for trees; both in place of the
     ratio test of DSpark Section 2.1.
     """
     if isinstance(drafts, DraftTrees):
         return _verify_trees(drafts, scores, first_rows, noise, logits)
+    parts = scores.best()[1:] if noise is None else _verify_drawn(drafts, scores, first_rows, noise)
+    *parts, numbers, doubt, tokens, confidence = to_host(*parts, logits, scores.doubt, *drafts.for_host())
+    block = drafts.on_host(tokens, confidence)
+    if doubt or (noise is not None and block.lengths.tolist() != drafts.lengths.tolist()):
+        return verify(block, scores.sure(), first_rows, noise, logits)
     if noise is None:
-        best, logits, *found = to_host(scores.best()[1], logits, *drafts.for_host())
-        block, best = drafts.on_host(*found), best.tolist()
-        rows = zip(block.rows, block.lengths.tolist(), first_rows, strict=True)
+        best, rows = parts[0].tolist(), zip(block.rows, block.lengths.tolist(), first_rows, strict=True)
         counts = [walk_chain(row[:length], best[first:]) for row, length, first in rows]
         following = [best[first + count] for first, count in zip(first_rows, counts, strict=True)]
-        num_accepted, next_token_ids = torch.tensor([counts, following], device="cpu")
-    else:
-        device, gamma = scores.values.device, max(drafts.lengths.tolist())
-        if gamma == 0:
-            verified = Verified(drafts.lengths.to(device), next_tokens(scores, noise))
-        else:
-            sent = replace(drafts, token_ids=drafts.token_ids[:, :gamma], distribution=drafts.distribution[:, :gamma])
-            uniforms = [to_device(each, device) for each in (noise.accept_uniforms[:, :gamma], noise.next_uniforms)]
-            target = by_rows(scores, first_rows, 1 + gamma).distribution()
-            verified = verify_chains(sent, drafts.lengths, target, *uniforms)
-        parts = verified.num_accepted, verified.next_token_ids, logits, *drafts.for_host()
-        num_accepted, next_token_ids, logits, *found = to_host(*parts)
-        block = drafts.on_host(*found)
-        if block.lengths.tolist() != drafts.lengths.tolist():  # it is shorter than what was verified
-            return verify(block, scores, first_rows, noise, logits.to(device))
-    return Verified(num_accepted, next_token_ids, has_nan=_has_nan(logits), drafts=block)
+        parts = torch.tensor([counts, following], device="cpu")
+    return Verified(*parts, has_nan=_has_nan(numbers), drafts=block, scores=scores)
 
 
 def next_tokens(scores: Scores, noise: BlockNoise | None) -> torch.Tensor:
@@ -69,31 +54,48 @@ def next_tokens(scores: Scores, noise: BlockNoise | None) -> torch.Tensor:
     return draw_if_any(scores.distribution(), to_device(noise.next_uniforms, scores.values.device))
 
 
+def _verify_drawn(
+    block: DraftBlock, scores: Scores, first_rows: Sequence[int], noise: BlockNoise
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return how many drafts of each chain are accepted, `[R]`, and the token after them, `[R]`."""
+    device, gamma = scores.values.device, max(block.lengths.tolist())
+    if gamma == 0:
+        return block.lengths.to(device), next_tokens(scores, noise)
+    sent = replace(block, token_ids=block.token_ids[:, :gamma], distribution=block.distribution[:, :gamma])
+    target = by_rows(scores, first_rows, 1 + gamma).distribution()
+    uniforms = [to_device(each, device) for each in (noise.accept_uniforms[:, :gamma], noise.next_uniforms)]
+    verified = verify_chains(sent, block.lengths, target, *uniforms)
+    return verified.num_accepted, verified.next_token_ids
+
+
 def _verify_trees(
     drafts: DraftTrees, scores: Scores, first_rows: Sequence[int], noise: BlockNoise | None, logits: torch.Tensor
 ) -> Verified:
     spans = [slice(first, first + 1 + tree.num_nodes) for first, tree in zip(first_rows, drafts.trees, strict=True)]
     rows = zip(drafts.trees, spans, strict=True)
     if noise is None:
-        best, logits = to_host(scores.best()[1], logits)
+        best, numbers, doubt = to_host(scores.best()[1], logits, scores.doubt)
         best = best.tolist()
-        paths, following = zip(*(walk_tree(tree, best[span]) for tree, span in rows), strict=True)
+        walks = [walk_tree(tree, best[span]) for tree, span in rows]
+    else:
+        distribution, numbers, doubt = scores.distribution(), None, None
+        if distribution.candidate_ids is not None:  # few enough for the host, which need not be waited for
+            parts = distribution.probs, distribution.candidate_ids, logits, scores.doubt
+            *parts, numbers, doubt = to_host(*parts)
+            distribution = TokenDistribution(*parts)
+        noisy = zip(rows, noise.accept_uniforms.tolist(), strict=True)
+        walks = [verify_tree(tree, distribution[span], uniforms) for (tree, span), uniforms in noisy]
+    if doubt:
+        return _verify_trees(drafts, scores.sure(), first_rows, noise, logits)
+    paths, following = zip(*walks, strict=True)
+    if noise is None:
         next_token_ids = torch.tensor(following, device="cpu")
     else:
-        distribution, accept_uniforms = scores.distribution(), noise.accept_uniforms.tolist()
-        if distribution.candidate_ids is not None:  # few enough for the host, which need not be waited for
-            *parts, logits = to_host(distribution.probs, distribution.candidate_ids, logits)
-            distribution = TokenDistribution(*parts)
-        walks = [
-            verify_tree(tree, distribution[span], uniforms)
-            for (tree, span), uniforms in zip(rows, accept_uniforms, strict=True)
-        ]
-        paths, following = zip(*walks, strict=True)
         drawn_from = TokenDistribution.stack([each[None] for each in following])[0]
         next_token_ids = draw_if_any(drawn_from, to_device(noise.next_uniforms, drawn_from.probs.device))
-        next_token_ids, logits = to_host(next_token_ids, logits)
-    lengths = torch.tensor(list(map(len, paths)), device="cpu")
-    return Verified(lengths, next_token_ids, paths, _has_nan(logits), drafts)
+        next_token_ids, numbers = to_host(next_token_ids, logits if numbers is None else numbers)
+    num_accepted = torch.tensor(list(map(len, paths)), device="cpu")
+    return Verified(num_accepted, next_token_ids, paths, _has_nan(numbers), drafts, scores)
 
 
 def _has_nan(numbers: torch.Tensor) -> bool:
