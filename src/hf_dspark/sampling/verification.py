@@ -60,7 +60,7 @@ def _verify_drawn(
     """Return how many drafts of each chain are accepted, `[R]`, and the token after them, `[R]`."""
     device, gamma = scores.values.device, max(block.lengths.tolist())
     if gamma == 0:
-        return block.lengths.to(device), next_tokens(scores, noise)
+        return block.lengths.to(device), next_tokens(by_rows(scores, first_rows, 1)[:, 0], noise)
     sent = replace(block, token_ids=block.token_ids[:, :gamma], distribution=block.distribution[:, :gamma])
     target = by_rows(scores, first_rows, 1 + gamma).distribution()
     uniforms = [to_device(each, device) for each in (noise.accept_uniforms[:, :gamma], noise.next_uniforms)]
