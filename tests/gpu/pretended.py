@@ -24,6 +24,7 @@ PROPERTIES = {"device": None, "is_cuda": True, "is_cpu": False}
 # Operations whose results have sizes, or are numbers, that the host must know before it goes on.
 WAITING = {"_local_scalar_dense", "nonzero", "equal", "masked_select", "_unique2", "unique_dim", "bincount"}
 ALLOCATING = {"empty", "empty_strided", "empty_like", "new_empty", "_local_scalar_dense", "set_", "lift_fresh"}
+FUSED = {"rms_norm"}  # one kernel there, several operations on the CPU
 
 
 @dataclass
@@ -31,15 +32,17 @@ class Counts:
     """What a device was asked for. Launches are operations that are not views, as PyTorch's CPU backend has them."""
 
     launches: int = 0
+    views: int = 0
     copies: int = 0  # from the host to a device
     waits: Counter[str] = field(default_factory=Counter)  # for all work so far, by the method that waits
 
     def __sub__(self, other: "Counts") -> "Counts":
         waits = Counter({name: count - other.waits[name] for name, count in self.waits.items()})
-        return Counts(self.launches - other.launches, self.copies - other.copies, waits)
+        numbers = (self.launches - other.launches, self.views - other.views, self.copies - other.copies)
+        return Counts(*numbers, waits)
 
     def copy(self) -> "Counts":
-        return Counts(self.launches, self.copies, self.waits.copy())
+        return Counts(self.launches, self.views, self.copies, self.waits.copy())
 
 
 class DeviceTensor(torch.Tensor):
@@ -184,7 +187,8 @@ def _counted(
     if ours and (name == "tolist" or (place == CPU and name in CROSSING)):
         counts.waits[name] += not asynchronous
         return func(*host_args, **host_kwargs)
-    if to_device:
+    if to_device or name in FUSED:
+        counts.launches += name in FUSED
         return func(*host_args, **host_kwargs)
     with _Operations(counts, name):
         return func(*host_args, **host_kwargs)
@@ -198,6 +202,8 @@ class _Operations(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         operation, returns = func._schema.name.partition("::")[2], func._schema.returns
         is_view = any(each.alias_info is not None and not each.alias_info.is_write for each in returns)
+        is_view |= operation == "_unsafe_view"
+        self._counts.views += is_view
         self._counts.launches += not is_view and operation not in ALLOCATING
         if operation in ("index", "index_put", "index_put_"):
             masks = sum(each is not None and each.dtype == torch.bool for each in args[1])
