@@ -4,12 +4,14 @@ python benchmarks/loop.py replay --geometry qwen3-0.6b --output benchmarks/resul
 python benchmarks/loop.py replay --device cuda --geometry qwen3-0.6b qwen3-4b qwen3-8b --rows 1 8 32
 python benchmarks/loop.py batch --output benchmarks/results/loop_batch.json
 python benchmarks/loop.py memory --output benchmarks/results/memory.json
+python benchmarks/loop.py operations --output benchmarks/results/operations.json
 
 `replay` has random weights of a larger model: each round accepts as many drafts as a recorded round of the shipped
 pair. Its times are without the prefill. `limit` is the speed-up that the passes alone allow:
 tau * T_target(1) / (T_draft + T_target(1 + l)). Recurrent layers read the tokens accepted in a round again in the next
 pass: `reading_again` is what this adds to a verification pass of which half was accepted, as a part of a plain step.
 `batch` decodes batches of held-out prompts. `memory` is the peak of a batch, of plain `generate()` and of the loop.
+`operations` are what a round asks of a pretended accelerator (`tests/gpu`), by phase, beside a plain step.
 """
 
 import itertools
@@ -18,40 +20,29 @@ import resource
 import statistics
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Literal
+from unittest import mock
 
+import bench
 import torch
-from bench import (
-    GEOMETRIES,
-    Call,
-    Dtype,
-    decode,
-    decoding,
-    held_out_ids,
-    held_out_prompts,
-    in_turns,
-    joined,
-    kernels,
-    load_pair,
-    main,
-    median_per_token,
-    random_pair,
-    recorded_acceptance,
-    replaying,
-    representative,
-    speedups,
-    ways_of,
-)
 from tqdm import tqdm
-from transformers import DynamicCache
+from transformers import DynamicCache, Qwen3Config, Qwen3ForCausalLM
 
-from hf_dspark import FullBlock
+from hf_dspark import DSparkConfig, DSparkDraftModel, FullBlock, Policy, Scheduler
+from hf_dspark.decoding import loop as decoding_loop
+from hf_dspark.decoding.drafter import Drafter
 from hf_dspark.measuring.profile import passes_by_slots
 from hf_dspark.models.slot_cache import SlotCache
 from hf_dspark.sampling.drafts import ChainSampler
+from hf_dspark.targets.slot_attention import PackedTarget
 from hf_dspark.targets.support import TargetSupport
+
+sys.path.insert(0, str(bench.ROOT))
+from tests.gpu.pretended import DEVICE, Counts, Pretended, moved  # noqa: E402
 
 SAMPLINGS = {
     "greedy": {"do_sample": False},
@@ -85,7 +76,7 @@ class Passes:
     @torch.no_grad()
     def measure(self, repetitions: int, packed: bool = False) -> None:
         """Time each pass many times in a row, as it runs in a loop of its own."""
-        with kernels(self.target, self.draft, packed):
+        with bench.kernels(self.target, self.draft, packed):
             by_slots = passes_by_slots(self.target, self.prompt, self.rows)
             self._time("verify", lambda: by_slots(self.block), repetitions)
             if TargetSupport.of(self.target).keeps_states:
@@ -99,7 +90,7 @@ class Passes:
 
     def _time(self, name: str, run, repetitions: int) -> None:
         # The first passes after another model's are slower.
-        seconds = in_turns({name: run}, repetitions, warm_up=5, device=self.prompt.device)[name]
+        seconds = bench.in_turns({name: run}, repetitions, warm_up=5, device=self.prompt.device)[name]
         self.times.setdefault(name, []).extend(seconds)
 
     def summary(self, tau: float) -> Cell:
@@ -111,20 +102,20 @@ class Passes:
         return found | {"forwards_ms": {name: 1e3 * value for name, value in alone.items()}}
 
 
-def cell_of(runs: dict[str, list[Call]], passes: Passes) -> Cell:
+def cell_of(runs: dict[str, list[bench.Call]], passes: Passes) -> Cell:
     """Return what the calls of some ways came to."""
-    medians, tau = {way: median_per_token(calls) for way, calls in runs.items()}, joined(runs["own"]).tau
+    medians, tau = {way: bench.median_per_token(calls) for way, calls in runs.items()}, bench.joined(runs["own"]).tau
     milliseconds = {way: 1e3 * value for way, value in medians.items()}
-    return {"tau": tau, **speedups(medians), "ms_per_token": milliseconds, **passes.summary(tau)}
+    return {"tau": tau, **bench.speedups(medians), "ms_per_token": milliseconds, **passes.summary(tau)}
 
 
 def replay(
-    geometry: tuple[Literal[tuple(GEOMETRIES)], ...] = ("qwen3-0.6b",),
+    geometry: tuple[Literal[tuple(bench.GEOMETRIES)], ...] = ("qwen3-0.6b",),
     rows: tuple[int, ...] = (1,),
     repetitions: int = 5,
     context: int = 256,
     new_tokens: int = 96,
-    dtype: Dtype = "bfloat16",
+    dtype: bench.Dtype = "bfloat16",
     device: str = "cpu",
     rehearse: bool = False,
 ) -> Iterator[Cell]:
@@ -133,7 +124,7 @@ def replay(
         repetitions, new_tokens, context = 1, 12, 32
     cells = []
     for name in geometry:
-        target, draft = random_pair(name, dtype, device, rehearse)
+        target, draft = bench.random_pair(name, dtype, device, rehearse)
         draft.config.draft_top_k = CANDIDATES
         for count, regime in itertools.product(rows, SAMPLINGS):
             cell = replayed_cell(target, draft, count, regime, repetitions, context, new_tokens)
@@ -144,16 +135,16 @@ def replay(
 
 def replayed_cell(target, draft, rows: int, regime: str, repetitions: int, context: int, new_tokens: int) -> Cell:
     """Time one number of rows in one regime."""
-    ways, accepted = ways_of(target.device), recorded_acceptance()
+    ways, accepted = bench.ways_of(target.device), bench.recorded_acceptance()
     prompts = (torch.arange(rows * context).view(rows, -1) % 1000 + 5).tolist()
-    runs: dict[str, list[Call]] = {way.name: [] for way in ways}
+    runs: dict[str, list[bench.Call]] = {way.name: [] for way in ways}
     passes = Passes(target, draft, context + 16, rows)
     for index in tqdm(range(-1, repetitions), desc=f"{rows} rows, {regime}"):
         for way in ways:
             limits = {"max_new_tokens": 1 + (new_tokens if way.drafted else PLAIN_TOKENS), **SAMPLINGS[regime]}
-            rounds = representative(accepted, new_tokens, rows, max(index, 0))
-            with decoding(draft, FullBlock()), replaying(rounds), kernels(target, draft, way.packed):
-                call = decode(target, prompts, max(index, 0), draft if way.drafted else None, True, **limits)
+            rounds = bench.representative(accepted, new_tokens, rows, max(index, 0))
+            with bench.decoding(draft, FullBlock()), bench.replaying(rounds), bench.kernels(target, draft, way.packed):
+                call = bench.decode(target, prompts, max(index, 0), draft if way.drafted else None, True, **limits)
             if index >= 0:  # the first round warms up
                 runs[way.name].append(call)
         if index >= 0:
@@ -163,34 +154,82 @@ def replayed_cell(target, draft, rows: int, regime: str, repetitions: int, conte
 
 def batch(rows: tuple[int, ...] = (8, 32, 64), repetitions: int = 5) -> Iterator[Cell]:
     """The shipped pair on batches of held-out prompts: tokens per second of whole calls."""
-    target, draft, tokenizer = load_pair()
-    ids, cells, policies = held_out_ids(tokenizer), [], {"full block": FullBlock(), "scheduled": None}
+    target, draft, tokenizer = bench.load_pair()
+    ids, cells, policies = bench.held_out_ids(tokenizer), [], {"full block": FullBlock(), "scheduled": None}
     for size, (regime, sampling) in itertools.product(rows, SAMPLINGS.items()):
         prompts = [ids[index % len(ids)] for index in range(size)]
-        runs: dict[tuple[str, str], list[Call]] = {}
+        runs: dict[tuple[str, str], list[bench.Call]] = {}
         for index in tqdm(range(repetitions), desc=f"{size} {regime}"):
-            for way in ways_of():
+            for way in bench.ways_of():
                 for name in policies if way.drafted else ["plain"]:
-                    with kernels(target, draft, way.packed), decoding(draft, policies.get(name)):
+                    with bench.kernels(target, draft, way.packed), bench.decoding(draft, policies.get(name)):
                         assistant = draft if way.drafted else None
-                        call = decode(target, prompts, index, assistant, max_new_tokens=128, **sampling)
+                        call = bench.decode(target, prompts, index, assistant, max_new_tokens=128, **sampling)
                     runs.setdefault((way.name, name), []).append(call)
         cells.append({"rows": size, "regime": regime} | batch_cell(runs, policies, regime == "greedy"))
         yield {"cells": cells}
 
 
-def batch_cell(runs: dict[tuple[str, str], list[Call]], policies: dict[str, Any], greedy: bool) -> Cell:
+def batch_cell(runs: dict[tuple[str, str], list[bench.Call]], policies: dict[str, Any], greedy: bool) -> Cell:
     """Return what one batch came to, by policy."""
     plain, cell = runs["plain", "plain"][-1].token_ids, {}
     for policy in policies:
-        seconds = {way: median_per_token(calls) for (way, name), calls in runs.items() if name in ("plain", policy)}
-        for name, ratio in speedups(seconds).items():
+        seconds = {
+            way: bench.median_per_token(calls) for (way, name), calls in runs.items() if name in ("plain", policy)
+        }
+        for name, ratio in bench.speedups(seconds).items():
             cell.setdefault(name, {})[policy] = ratio
         last = runs["own", policy][-1]
         same = sum(own == other for own, other in zip(last.token_ids, plain, strict=True))
         cell.setdefault("identical_rows", {})[policy] = same if greedy else None
         cell.setdefault("tau", {})[policy] = last.rounds.tau
     return cell
+
+
+PHASES = {
+    "draft": (Drafter, "propose"),
+    "target": (PackedTarget, "__call__"),
+    "verification": (decoding_loop.DecodingLoop, "_verify"),  # and processors; without the target
+    "commit": (decoding_loop.DecodingLoop, "_commit"),
+}
+
+
+def operations(layers: tuple[int, ...] = ()) -> Cell:
+    """One row of the shipped pair, or of small models with random weights and so many target and draft layers."""
+    models, cells = bench.load_pair()[:2], {}
+    if layers:
+        facts = models[0].config.to_dict() | {"num_hidden_layers": layers[0], "layer_types": None}
+        target = Qwen3ForCausalLM(Qwen3Config(**facts)).eval()
+        models = target, DSparkDraftModel(DSparkConfig.from_target(target.config, num_hidden_layers=layers[1])).eval()
+    target, draft = map(moved, models)
+    regimes = SAMPLINGS | {"sampled": bench.SAMPLING}
+    for shape, (name, sampling) in itertools.product((FullBlock(), Scheduler(num_nodes=15)), regimes.items()):
+        step, found = asked(target, draft, None, sampling)["round"], asked(target, draft, shape, sampling)
+        cells[f"{type(shape).__name__}, {name}"] = {"plain step": step, **found}
+    return {"layers": layers, "cells": cells}
+
+
+def asked(target, draft, policy: Policy | None, sampling: dict[str, Any]) -> Cell:
+    """Return operations, views, copies to the device and waits of a round, by phase; of a step without a policy."""
+    found = []
+    for length in (2, 8, 40):  # the first warms up
+        counts, phases = Counts(), {name: Counter() for name in (*PHASES, "round")}
+        with Pretended(counts), ExitStack() as stack, bench.decoding(draft, policy):
+            for name, (owner, method) in PHASES.items():
+                run = counts.noting(phases[name], getattr(owner, method))
+                stack.enter_context(mock.patch.object(owner, method, run))
+            torch.manual_seed(0)
+            prompt, assistant = torch.arange(5, 45, device=DEVICE)[None], None if policy is None else draft
+            options = {"max_new_tokens": length, "eos_token_id": None, "pad_token_id": 0, **sampling}
+            target.generate(prompt, attention_mask=torch.ones_like(prompt), assistant_model=assistant, **options)
+        phases["round"].update(counts.numbers())
+        phases["verification"].subtract(phases["target"])
+        found.append((length if policy is None else draft.last_stats.rounds, phases))
+    (few, before), (many, after) = found[1:]
+    return {
+        phase: {name: (own[name] - before[phase][name]) / (many - few) for name in after["round"]}
+        for phase, own in after.items()
+    }
 
 
 def memory(rows: int = 16, new_tokens: int = 512, only: Literal["plain", "assisted"] | None = None) -> Cell:
@@ -210,12 +249,12 @@ def memory(rows: int = 16, new_tokens: int = 512, only: Literal["plain", "assist
 
 def peak(assisted: bool, rows: int, new_tokens: int) -> Cell:
     """Decode one batch in this process; return how much the peak exceeds what was held before, in bytes."""
-    target, draft, tokenizer = load_pair()
+    target, draft, tokenizer = bench.load_pair()
     tokenizer.padding_side = "left"
-    inputs = tokenizer(held_out_prompts(rows), return_tensors="pt", padding=True)
+    inputs = tokenizer(bench.held_out_prompts(rows), return_tensors="pt", padding=True)
     lengths = {"max_new_tokens": new_tokens, "min_new_tokens": new_tokens, "return_dict_in_generate": True}
     options = {"do_sample": False, **({"assistant_model": draft} if assisted else {})}
-    with decoding(draft, FullBlock()):
+    with bench.decoding(draft, FullBlock()):
         target.generate(**{name: value[:1] for name, value in inputs.items()}, max_new_tokens=8, **options)
         held = int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
         output = target.generate(**inputs, **lengths, **options)
@@ -225,4 +264,4 @@ def peak(assisted: bool, rows: int, new_tokens: int) -> Cell:
 
 
 if __name__ == "__main__":
-    main(__doc__, replay, batch, memory)
+    bench.main(__doc__, replay, batch, memory, operations)

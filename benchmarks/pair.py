@@ -15,24 +15,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Literal
 
+import bench
 import torch
-from bench import (
-    GEOMETRIES,
-    PAIR,
-    REGIMES,
-    RESULTS,
-    ROOT,
-    Dtype,
-    calibration_prompts,
-    decode,
-    held_out_ids,
-    held_out_prompts,
-    joined,
-    load_pair,
-    main,
-    random_pair,
-    write_result,
-)
 from tqdm import tqdm
 
 from hf_dspark import ConfidenceThreshold, DSparkConfig, calibrate, profile_throughput
@@ -88,13 +72,13 @@ def calibrate_pair(
     test_file: Path, num_prompts: int = 600, num_held_out: int = 450, rounds_folder: Path = Path("out/calibration")
 ) -> dict[str, Any]:
     """Calibrate the shipped draft, and measure on other prompts what that does."""
-    target, draft, tokenizer = load_pair()
+    target, draft, tokenizer = bench.load_pair()
     draft.config.sts_temperatures = draft.config.confidence_fits = None
-    others = calibration_prompts(test_file, num_prompts + num_held_out)
-    measured_on = held_out_prompts() + others[:: len(others) // num_held_out][:num_held_out]
+    others = bench.calibration_prompts(test_file, num_prompts + num_held_out)
+    measured_on = bench.held_out_prompts() + others[:: len(others) // num_held_out][:num_held_out]
     fitted_on = [prompt for prompt in others if prompt not in set(measured_on)]
     regimes, held_out = {}, []
-    for regime, sampling in REGIMES.items():
+    for regime, sampling in bench.REGIMES.items():
         settings = {"max_new_tokens": 128, **sampling}
         file = rounds_folder / f"{regime}.jsonl"
         calibrate(target, draft, fitted_on, tokenizer, domain=regime, output_file=file, **settings)
@@ -106,13 +90,13 @@ def calibrate_pair(
         regimes[regime] = measure(CalibrationRounds.concatenate(held_out), fits)
     origin = {"provenance": provenance(options={"test_file": test_file})}
     rounds = {"block_size": draft.config.block_size, "requests": replayed(held_out[:NUM_REPLAYED], fits)}
-    write_result(RESULTS / "pair_rounds.json", origin | rounds)
+    bench.write_result(bench.RESULTS / "pair_rounds.json", origin | rounds)
     result = {"num_fitted_on": len(fitted_on), "num_held_out": len(measured_on), "regimes": regimes}
-    write_result(RESULTS / "calibration.json", origin | result)
-    config = DSparkConfig.from_pretrained(PAIR / "draft")
+    bench.write_result(bench.RESULTS / "calibration.json", origin | result)
+    config = DSparkConfig.from_pretrained(bench.PAIR / "draft")
     for name in ("sts_temperatures", "confidence_fits", "sibling_acceptance"):
         setattr(config, name, getattr(draft.config, name))
-    config.save_pretrained(PAIR / "draft")
+    config.save_pretrained(bench.PAIR / "draft")
     return {
         regime: {key: part[key] for key in ("mean_ece_calibrated", "num_rounds")} for regime, part in regimes.items()
     }
@@ -120,14 +104,14 @@ def calibrate_pair(
 
 def thresholds(num_prompts: int = 50, max_new_tokens: int = 128) -> dict[str, Any]:
     """Tokens per round and acceptance rate by confidence threshold, on the held-out prompts."""
-    target, draft, tokenizer = load_pair()
-    prompts, regimes = held_out_ids(tokenizer, num_prompts), {}
-    for regime, sampling in REGIMES.items():
+    target, draft, tokenizer = bench.load_pair()
+    prompts, regimes = bench.held_out_ids(tokenizer, num_prompts), {}
+    for regime, sampling in bench.REGIMES.items():
         regimes[regime] = []
         for threshold in tqdm(THRESHOLDS, desc=regime):
             options = {"assistant_confidence_threshold": threshold, "max_new_tokens": max_new_tokens, **sampling}
-            calls = [decode(target, [ids], index, draft, **options) for index, ids in enumerate(prompts)]
-            rounds = joined(calls)
+            calls = [bench.decode(target, [ids], index, draft, **options) for index, ids in enumerate(prompts)]
+            rounds = bench.joined(calls)
             regimes[regime].append(row(threshold, rounds.rounds, sum(rounds.proposed), sum(rounds.accepted)))
     return {"num_prompts": len(prompts), "regimes": regimes}
 
@@ -158,25 +142,25 @@ def row(threshold: float, rounds: int, proposed: int, accepted: int) -> dict[str
 
 
 def table(
-    models: Literal[("pair", *GEOMETRIES)],
-    dtype: Dtype = "float32",
+    models: Literal[("pair", *bench.GEOMETRIES)],
+    dtype: bench.Dtype = "float32",
     device: str = "cpu",
     machine: str = "cpu_2_cores",
     rehearse: bool = False,
 ) -> dict[str, Any]:
     """Measure this machine, and save the table in the package."""
     if models == "pair":
-        target, draft = (model.to(device) for model in load_pair(dtype)[:2])
+        target, draft = (model.to(device) for model in bench.load_pair(dtype)[:2])
     else:
-        target, draft = random_pair(models, dtype, device, rehearse)
+        target, draft = bench.random_pair(models, dtype, device, rehearse)
     kind = "rehearsal" if rehearse else models if device == "cpu" else "accelerator"
     profile = profile_throughput(target, draft, cache=False, **PROFILES.get(kind, PROFILES["others"]))
     if device == "cpu" and not rehearse:
-        profile.save(ROOT / "src" / "hf_dspark" / "tables" / f"{machine}.{models}.{dtype}.json")
+        profile.save(bench.ROOT / "src" / "hf_dspark" / "tables" / f"{machine}.{models}.{dtype}.json")
     table = profile.table
     return {"tokens": table.verify_tokens, "steps_per_second": table.steps_per_second, "drafting": table.drafting}
 
 
 if __name__ == "__main__":
     calibrate_pair.__name__ = "calibrate"
-    main(__doc__, calibrate_pair, thresholds, table)
+    bench.main(__doc__, calibrate_pair, thresholds, table)

@@ -9,21 +9,7 @@ On a CPU, both are timed with packed weights, too: `speedup` is over plain `gene
 import math
 from typing import Any
 
-from bench import (
-    GREEDY,
-    Call,
-    Dtype,
-    decode,
-    decoding,
-    held_out_ids,
-    joined,
-    kernels,
-    load_pair,
-    main,
-    median_per_token,
-    speedups,
-    ways_of,
-)
+import bench
 from tqdm import tqdm
 
 from hf_dspark import FullBlock, Policy
@@ -33,14 +19,14 @@ def measure(
     target, draft, prompts: list[list[int]], policies: dict[str, Policy | None], temperature: float, length: int
 ) -> list[dict[str, Any]]:
     """Decode each prompt plainly and under each policy, with both kinds of kernels, in turns."""
-    sampling = {"do_sample": True, "temperature": temperature, "top_k": 0} if temperature else GREEDY
-    runs: dict[tuple[str, str | None], list[Call]] = {}
+    sampling = {"do_sample": True, "temperature": temperature, "top_k": 0} if temperature else bench.GREEDY
+    runs: dict[tuple[str, str | None], list[bench.Call]] = {}
     for index, ids in enumerate(tqdm(prompts, desc=f"temperature {temperature:g}")):
-        for way in ways_of():
+        for way in bench.ways_of():
             for name in policies if way.drafted else [None]:
                 assistant = draft if way.drafted else None
-                with kernels(target, draft, way.packed), decoding(draft, policies.get(name)):
-                    call = decode(target, [ids], index, assistant, max_new_tokens=length, **sampling)
+                with bench.kernels(target, draft, way.packed), bench.decoding(draft, policies.get(name)):
+                    call = bench.decode(target, [ids], index, assistant, max_new_tokens=length, **sampling)
                 runs.setdefault((way.name, name), []).append(call)
     return [
         {"temperature": temperature, "policy": policy}
@@ -49,10 +35,10 @@ def measure(
     ]
 
 
-def summary(runs: dict[str, list[Call]], draft, temperature: float) -> dict[str, Any]:
+def summary(runs: dict[str, list[bench.Call]], draft, temperature: float) -> dict[str, Any]:
     """Return what one policy came to: the rounds of `own_packed` if it was measured, else of `own`."""
     ours = runs.get("own_packed", runs["own"])
-    rounds, seconds = joined(ours), {way: median_per_token(calls) for way, calls in runs.items()}
+    rounds, seconds = bench.joined(ours), {way: bench.median_per_token(calls) for way, calls in runs.items()}
     parts = {"draft": rounds.draft_seconds, "verify": rounds.verify_seconds, "rest": rounds.rest_seconds}
     identical = sum(a.token_ids == b.token_ids for a, b in zip(runs["plain"], ours, strict=True))
     shares = rounds.conditional_acceptance(draft.config.block_size)
@@ -61,7 +47,7 @@ def summary(runs: dict[str, list[Call]], draft, temperature: float) -> dict[str,
         "proposed_per_round": sum(rounds.proposed) / rounds.rounds,
         "conditional_acceptance": [None if math.isnan(share) else round(share, 4) for share in shares],
         "tokens_per_second": 1 / seconds.get("own_packed", seconds["own"]),
-        **speedups(seconds),
+        **bench.speedups(seconds),
         "ms_per_token": {way: 1e3 * value for way, value in seconds.items()},
         "identical_outputs": None if temperature else identical,
         **{f"{name}_ms_per_round": 1e3 * value / rounds.rounds for name, value in parts.items()},
@@ -69,20 +55,20 @@ def summary(runs: dict[str, list[Call]], draft, temperature: float) -> dict[str,
 
 
 def speed(
-    dtype: Dtype = "float32",
+    dtype: bench.Dtype = "float32",
     max_new_tokens: int = 128,
     num_prompts: int = 50,
     temperatures: tuple[float, ...] = (0.0, 1.0),
     draft_top_k: int | None = None,
 ) -> dict[str, Any]:
     """Whole blocks and the default policy on held-out prompts."""
-    target, draft, tokenizer = load_pair(dtype)
+    target, draft, tokenizer = bench.load_pair(dtype)
     draft.config.draft_top_k = draft_top_k
-    policies, prompts = {"full block": FullBlock(), "scheduled": None}, held_out_ids(tokenizer, num_prompts)
+    policies, prompts = {"full block": FullBlock(), "scheduled": None}, bench.held_out_ids(tokenizer, num_prompts)
     measure(target, draft, prompts[:2], policies, 0.0, max_new_tokens)  # warm-up
     cells = [cell for each in temperatures for cell in measure(target, draft, prompts, policies, each, max_new_tokens)]
     return {"dtype": dtype, "num_prompts": len(prompts), "cells": cells}
 
 
 if __name__ == "__main__":
-    main(__doc__, speed)
+    bench.main(__doc__, speed)

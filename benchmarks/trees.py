@@ -15,21 +15,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from bench import (
-    GREEDY,
-    PAIR,
-    REGIMES,
-    Call,
-    Dtype,
-    decode,
-    decoding,
-    held_out_ids,
-    joined,
-    kernels,
-    load_pair,
-    main,
-    median_per_token,
-)
+import bench
 from tqdm import tqdm
 
 from hf_dspark import FullBlock, Policy, PromptLookup, Scheduler
@@ -45,9 +31,9 @@ def fixed_trees() -> dict[str, Policy]:
     return {f"trees of {nodes}": Scheduler(num_nodes=nodes) for nodes in SIZES}
 
 
-def committed(calls: Sequence[Call]) -> Row:
+def committed(calls: Sequence[bench.Call]) -> Row:
     """Return tau, its standard error over rounds, and the nodes of a round."""
-    rounds = joined(calls)
+    rounds = bench.joined(calls)
     error = statistics.stdev(rounds.committed) / math.sqrt(rounds.rounds)
     nodes = sum(rounds.proposed) / rounds.rounds
     return {"tau": rounds.tau, "standard_error": error, "nodes": nodes, "rounds": rounds.rounds}
@@ -55,20 +41,23 @@ def committed(calls: Sequence[Call]) -> Row:
 
 def tau(num_seeds: int = 4, max_new_tokens: int = 128) -> Iterator[dict[str, Any]]:
     """Tokens per round of chains and of trees."""
-    target, draft, tokenizer = load_pair()
-    prompts, rows = held_out_ids(tokenizer), []
-    for regime, (name, policy) in itertools.product(REGIMES, ({"chain": FullBlock()} | fixed_trees()).items()):
-        options, seeds = {"max_new_tokens": max_new_tokens, **REGIMES[regime]}, num_seeds if regime == "sampled" else 1
+    target, draft, tokenizer = bench.load_pair()
+    prompts, rows = bench.held_out_ids(tokenizer), []
+    for regime, (name, policy) in itertools.product(bench.REGIMES, ({"chain": FullBlock()} | fixed_trees()).items()):
+        options, seeds = (
+            {"max_new_tokens": max_new_tokens, **bench.REGIMES[regime]},
+            num_seeds if regime == "sampled" else 1,
+        )
         asked = enumerate(prompts * seeds)
-        with decoding(draft, policy):
-            calls = [decode(target, [ids], seed, draft, **options) for seed, ids in tqdm(asked, desc=name)]
+        with bench.decoding(draft, policy):
+            calls = [bench.decode(target, [ids], seed, draft, **options) for seed, ids in tqdm(asked, desc=name)]
         rows.append({"regime": regime, "tree": name.removeprefix("trees of ")} | committed(calls))
         yield {"rows": rows}
 
 
 def speed(num_prompts: int = 50, max_new_tokens: int = 128) -> dict[str, Any]:
     """Chains and trees, scheduled or fixed, over plain decoding with the same kernels."""
-    target, draft, tokenizer = load_pair()
+    target, draft, tokenizer = bench.load_pair()
     cost, rows = find_cost(target, draft), []
     if cost is None:
         raise SystemExit("measure this machine first: hf-dspark profile")
@@ -79,28 +68,28 @@ def speed(num_prompts: int = 50, max_new_tokens: int = 128) -> dict[str, Any]:
         "scheduled trees": Scheduler(cost, trees=True),
         "trees, never skipped": Scheduler(cost, trees=True, skip=False),
     } | fixed_trees()
-    for regime, sampling in REGIMES.items():
-        runs: dict[str, list[Call]] = {name: [] for name in ("plain", *policies)}
+    for regime, sampling in bench.REGIMES.items():
+        runs: dict[str, list[bench.Call]] = {name: [] for name in ("plain", *policies)}
         options = {"max_new_tokens": max_new_tokens, **sampling}
-        for index, ids in enumerate(tqdm(held_out_ids(tokenizer, num_prompts), desc=regime)):
-            with kernels(target, draft, packed=True):
+        for index, ids in enumerate(tqdm(bench.held_out_ids(tokenizer, num_prompts), desc=regime)):
+            with bench.kernels(target, draft, packed=True):
                 for name in runs:
-                    with decoding(draft, policies.get(name)):
+                    with bench.decoding(draft, policies.get(name)):
                         assistant = draft if name in policies else None
-                        runs[name].append(decode(target, [ids], index, assistant, **options))
+                        runs[name].append(bench.decode(target, [ids], index, assistant, **options))
         chains = runs["scheduled chains"]
         for name in policies:
-            rounds = joined(runs[name])
+            rounds = bench.joined(runs[name])
             parts = {"draft": rounds.draft_seconds, "verify": rounds.verify_seconds, "rest": rounds.rest_seconds}
             same = sum(a.token_ids == b.token_ids for a, b in zip(runs[name], runs["plain"], strict=True))
             rows.append(
                 {
                     "regime": regime,
                     "policy": name,
-                    "speedup_same_kernels": median_per_token(runs["plain"]) / median_per_token(runs[name]),
+                    "speedup_same_kernels": bench.median_per_token(runs["plain"]) / bench.median_per_token(runs[name]),
                     # A few answers gain much, most gain little: the median of the answers does not show it.
                     "over_scheduled_chains_in_all": per_token_of_all(chains) / per_token_of_all(runs[name]),
-                    "identical": same if sampling == GREEDY else None,
+                    "identical": same if sampling == bench.GREEDY else None,
                     **committed(runs[name]),
                     **{f"{part}_ms": 1e3 * seconds / rounds.rounds for part, seconds in parts.items()},
                 }
@@ -108,20 +97,20 @@ def speed(num_prompts: int = 50, max_new_tokens: int = 128) -> dict[str, Any]:
     return {"rows": rows}
 
 
-def per_token_of_all(calls: Sequence[Call]) -> float:
+def per_token_of_all(calls: Sequence[bench.Call]) -> float:
     return sum(call.seconds for call in calls) / sum(call.num_tokens for call in calls)
 
 
 def lookup(
     files: tuple[Path, ...],
-    pair: Path = PAIR,
+    pair: Path = bench.PAIR,
     num_prompts: int | None = None,
     nodes: int = 31,
-    dtype: Dtype = "float32",
+    dtype: bench.Dtype = "float32",
     max_new_tokens: int = 128,
 ) -> dict[str, Any]:
     """Branches by prompt lookup and none, beside transformers' prompt lookup."""
-    target, draft, tokenizer = load_pair(dtype, pair)
+    target, draft, tokenizer = bench.load_pair(dtype, pair)
     trees = Scheduler(num_nodes=nodes)
     drafted = {
         "chain": (draft, {"policy": FullBlock()}),
@@ -130,17 +119,17 @@ def lookup(
         "default": (draft, {}),
         "copies alone": (PromptLookup(target), {}),
     }
-    rows, options = [], {"max_new_tokens": max_new_tokens, **GREEDY}
+    rows, options = [], {"max_new_tokens": max_new_tokens, **bench.GREEDY}
     for file in files:
-        runs: dict[str, list[Call]] = {name: [] for name in ("plain", "prompt lookup", *drafted)}
+        runs: dict[str, list[bench.Call]] = {name: [] for name in ("plain", "prompt lookup", *drafted)}
         for prompt in tqdm(read_prompt_file(file, num_prompts).prompts, desc=file.stem):
             ids = [token_ids(as_chat(prompt, tokenizer), tokenizer)]
-            with kernels(target, draft, packed=True):
-                runs["plain"].append(decode(target, ids, **options))
-                runs["prompt lookup"].append(decode(target, ids, prompt_lookup_num_tokens=LOOKED_UP, **options))
+            with bench.kernels(target, draft, packed=True):
+                runs["plain"].append(bench.decode(target, ids, **options))
+                runs["prompt lookup"].append(bench.decode(target, ids, prompt_lookup_num_tokens=LOOKED_UP, **options))
                 for name, (assistant, how) in drafted.items():
-                    with decoding(assistant, **how):
-                        runs[name].append(decode(target, ids, assistant=assistant, **options))
+                    with bench.decoding(assistant, **how):
+                        runs[name].append(bench.decode(target, ids, assistant=assistant, **options))
         for name, own in runs.items():
             row: Row = {"prompts": file.stem, "way": name}
             for baseline in ("plain", "chain"):
@@ -153,4 +142,4 @@ def lookup(
 
 
 if __name__ == "__main__":
-    main(__doc__, tau, speed, lookup)
+    bench.main(__doc__, tau, speed, lookup)

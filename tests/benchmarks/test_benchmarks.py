@@ -115,7 +115,7 @@ def test_replayed_rounds_have_the_mean_of_the_recording_whatever_their_order():
 def test_replay_measures_every_row_count_in_both_regimes(make_target, make_draft, monkeypatch):
     target = make_target()
     draft = make_draft(target)
-    monkeypatch.setattr(loop, "random_pair", lambda *_, **__: (target, draft))
+    monkeypatch.setattr(bench, "random_pair", lambda *_, **__: (target, draft))
     monkeypatch.setattr(loop, "CANDIDATES", 8)
     target.generation_config.eos_token_id = None
     *_, result = loop.replay(rows=(2,), repetitions=1, context=8, new_tokens=12)

@@ -41,6 +41,19 @@ class Counts:
         numbers = (self.launches - other.launches, self.views - other.views, self.copies - other.copies)
         return Counts(*numbers, waits)
 
+    def numbers(self) -> dict[str, int]:
+        return {"operations": self.launches, "views": self.views, "copies": self.copies, "waits": self.waits.total()}
+
+    def noting(self, asked: Counter[str], run: Callable) -> Callable:
+        """Return a function that adds to a counter what is asked for while it runs."""
+
+        def noted(*args: Any, **kwargs: Any) -> Any:
+            before, result = self.copy(), run(*args, **kwargs)
+            asked.update((self - before).numbers())
+            return result
+
+        return noted
+
     def copy(self) -> "Counts":
         return Counts(self.launches, self.views, self.copies, self.waits.copy())
 
