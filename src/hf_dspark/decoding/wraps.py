@@ -105,15 +105,11 @@ def _signature(function: Callable) -> inspect.Signature:
 
 def generate_batch(original: Callable, target: PreTrainedModel, /, *args: Any, **kwargs: Any):
     """Say that transformers' continuous batching decodes without the draft, which it takes and does not look at."""
-    attached = attachment_of(target)
-    if attached is not None:
-        attached.count(["generate_batch() takes no draft: use hf_dspark.generate_many(target, None, prompts)"])
+    said = "generate_batch() of transformers decodes without its assistant_model: use hf_dspark.generate_many(...)"
+    if (attached := attachment_of(target)) is not None:
+        attached.count([said])
     elif kwargs.get("assistant_model") is not None:
-        warnings.warn(
-            "generate_batch() of transformers decodes without its assistant_model. With a draft: "
-            "hf_dspark.generate_many(target, draft, prompts)",
-            stacklevel=3,
-        )
+        warnings.warn(said, stacklevel=3)
     return original(target, *args, **kwargs)
 
 
