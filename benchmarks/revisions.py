@@ -4,11 +4,16 @@ git worktree add ../before REVISION
 python benchmarks/revisions.py ../before .
 python benchmarks/revisions.py ../before . --models qwen3-0.6b
 python benchmarks/revisions.py ../before . --models out/smollm2/target examples/smollm2/draft
+python benchmarks/revisions.py . . --ways drafts compiled-drafts
+python benchmarks/revisions.py . . --ways compiled-plain compiled-drafts
 
-The number is the ratio of median seconds per round, second checkout over first: below one, the second is faster.
+The number is the ratio of median seconds per round, second checkout over first: below one, the second is faster. If
+the ways to decode differ, it is of seconds per token as well. `compiled-drafts` is `DecodingOptions(compile=True)`,
+`compiled-plain` is transformers' static cache, compiled.
 Random weights (`qwen3-0.6b`) accept nothing, so that both run equally many rounds. Decoding is greedy, one row, whole
 blocks, with packed weights. The two processes never compute at the same time. Nothing of `bench.py` is used here: each
 process runs the code of its own checkout, whose names may differ.
+Compiled ways leave out packed weights, which graphs do not use, and so do those that they are compared with.
 """
 
 import argparse
@@ -22,6 +27,8 @@ from pathlib import Path
 from typing import Any
 
 PAIR = Path(__file__).resolve().parents[1] / "examples" / "gsm8k_pair"
+COMPILED = {"compiled-drafts": {"compile": True}}  # an earlier checkout has no such option
+WAYS = ["drafts", "compiled-drafts", "plain", "compiled-plain"]
 GEOMETRY = {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16}
 
 
@@ -47,29 +54,41 @@ def load(models: list[str]) -> tuple[Any, Any, list, int]:
     return target, draft, [torch.randint(1, 150000, (1, 64)) for _ in range(8)], 16
 
 
-def work(models: list[str]) -> None:
+def work(models: list[str], way: str, packed: bool) -> None:
     """Answer each line of stdin, the number of a prompt, by a line with what decoding it took."""
+    from transformers import CompileConfig
+
     import hf_dspark
 
     target, draft, prompts, count = load(models)
-    draft.decoding = hf_dspark.DecodingOptions(policy=hf_dspark.FullBlock())
-    with hf_dspark.fast_linears(target, draft, packed=True):
+    draft.decoding = hf_dspark.DecodingOptions(policy=hf_dspark.FullBlock(), **COMPILED.get(way, {}))
+    assistant: dict[str, Any] = {"assistant_model": draft}
+    if way.endswith("plain"):
+        assistant = {}
+    if way == "compiled-plain":
+        compiling = CompileConfig()
+        compiling._compile_all_devices = True  # else on a GPU alone
+        assistant = {"cache_implementation": "static", "compile_config": compiling}
+    with hf_dspark.fast_linears(target, draft, packed=packed):
         print("ready", flush=True)
         for line in sys.stdin:
             ids, options = prompts[int(line) % len(prompts)], {"do_sample": False, "max_new_tokens": count}
             started = time.perf_counter()
-            output = target.generate(ids, assistant_model=draft, pad_token_id=0, **options)
+            output = target.generate(ids, pad_token_id=0, **assistant, **options)
             seconds = time.perf_counter() - started
-            answer = {"seconds": seconds, "rounds": draft.last_stats.rounds, "tokens": output[0].tolist()}
+            tokens = output[0, ids.shape[1] :].tolist()
+            rounds = draft.last_stats.rounds if "assistant_model" in assistant else len(tokens)
+            answer = {"seconds": seconds, "rounds": rounds, "tokens": tokens}
             print(json.dumps(answer), flush=True)
 
 
 class Worker:
     """A process that decodes with the code of one checkout."""
 
-    def __init__(self, checkout: Path, models: list[str]) -> None:
+    def __init__(self, checkout: Path, way: str, options: argparse.Namespace) -> None:
         environment = os.environ | {"PYTHONPATH": str(checkout.resolve() / "src"), "HF_HUB_OFFLINE": "1"}
-        words = [sys.executable, __file__, "--work", "--models", *models]
+        words = [sys.executable, __file__, "--work", "--ways", way, "--models", *options.models]
+        words += [] if any(each.startswith("compiled") for each in options.ways) else ["--packed"]
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
         self.process = subprocess.Popen(words, env=environment, text=True, **pipes)
         while (line := self.process.stdout.readline()).strip() != "ready":
@@ -89,14 +108,17 @@ def main() -> None:
         "--models", nargs="+", default=["pair"], help="pair, qwen3-0.6b, or folders of target and draft"
     )
     parser.add_argument("--repetitions", type=int, default=24)
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=["drafts", "drafts"], help="to decode, of each")
     parser.add_argument("--work", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--packed", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.work:
-        return work(options.models)
+        return work(options.models, options.ways[0], options.packed)
     if len(options.checkouts) != 2:
         parser.error(f"two checkouts are needed, got {len(options.checkouts)}")
-    workers = [Worker(checkout, options.models) for checkout in options.checkouts]
+    workers = [Worker(*each, options) for each in zip(options.checkouts, options.ways, strict=True)]
     seconds: list[list[float]] = [[], []]
+    by_token: list[list[float]] = [[], []]
     identical = 0
     for prompt in range(-2, options.repetitions):
         answers = {index: workers[index].decode(prompt % 50) for index in ((0, 1) if prompt % 2 else (1, 0))}
@@ -104,6 +126,7 @@ def main() -> None:
             identical += answers[0]["tokens"] == answers[1]["tokens"]
             for index, answer in answers.items():
                 seconds[index].append(answer["seconds"] / answer["rounds"])
+                by_token[index].append(answer["seconds"] / len(answer["tokens"]))
     for worker in workers:
         worker.process.stdin.close()
         worker.process.wait(timeout=60)
@@ -111,9 +134,11 @@ def main() -> None:
     pairs = zip(*seconds, strict=True)
     result = {
         "models": options.models,
+        "ways": options.ways,
         "ratio_of_medians": medians[1] / medians[0],
         "median_of_ratios": statistics.median(new / old for old, new in pairs),
         "seconds_per_round": medians,
+        "ratio_by_token": statistics.median(by_token[1]) / statistics.median(by_token[0]),
         "identical": f"{identical} of {options.repetitions}",
     }
     print(json.dumps(result, indent=1))

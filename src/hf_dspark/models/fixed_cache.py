@@ -46,15 +46,12 @@ class FixedCache(Cache):
         num_tokens, width = fixed_size(layout, device)
         end, most = round_up(layout.end), round_up(max(layout.end, cache.limit or 0))
         cache.grow(end + 1, most + SLOT_MULTIPLE)
-        num_rows, unseen = layout.num_rows, min(store.shape[2] for store in cache.stores.values()) - 1
-        self.stores = {
-            name: store if len(store) == num_rows else store[:num_rows] for name, store in cache.stores.items()
-        }
-        parts = _numbers_of(layout, num_tokens, width, unseen)
-        flat = to_device(torch.from_numpy(np.concatenate([part.ravel() for part in parts.values()])), device)
-        for (name, part), numbers in zip(
-            parts.items(), flat.split([part.size for part in parts.values()]), strict=True
-        ):
+        rows = layout.num_rows
+        self.stores = {name: store if len(store) == rows else store[:rows] for name, store in cache.stores.items()}
+        parts = _numbers_of(layout, num_tokens, width, min(store.shape[2] for store in self.stores.values()) - 1)
+        flat = torch.from_numpy(np.concatenate([part.ravel() for part in parts.values()]))
+        split = to_device(flat, device).split([part.size for part in parts.values()])
+        for (name, part), numbers in zip(parts.items(), split, strict=True):
             setattr(self, name, mark_dynamic(numbers.view(part.shape), *range(part.ndim)))
         self.attended = mark_dynamic(torch.arange(end, device=device), 0)
         for store in self.stores.values():
@@ -98,12 +95,6 @@ class FixedCache(Cache):
 
     def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
         return self.attended.shape[0], 0
-
-    def get_seq_length(self, layer_idx: int = 0) -> int:
-        return 0  # positions are given
-
-    def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
-        return True
 
 
 def fixed_size(layout: SlotLayout, device: torch.device) -> tuple[int, int]:

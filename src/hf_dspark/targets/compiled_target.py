@@ -13,11 +13,10 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ..models.fixed_cache import WIDTHS, FixedCache, compiled, mark_dynamic
-from ..models.slot_cache import SlotCache, SlotLayout
+from ..models.slot_cache import SlotLayout
 from .feature_capture import TRACED, FeatureCapture
 from .support import LENGTH_DEPENDENT_ROPE, TargetSupport
 
-KINDS = ("cpu", "cuda")
 BY_TOKEN = {"input_ids", "token_type_ids"}
 
 _known: "weakref.WeakKeyDictionary[TargetSupport, CompiledTarget]" = weakref.WeakKeyDictionary()
@@ -28,9 +27,9 @@ class CompiledTarget:
 
     def __init__(self, support: TargetSupport) -> None:
         self.obstacle = obstacle_of(support)  # why passes are not compiled
-        self._name, self._cache_argument, self._device = support.name, support.cache_argument, support.input_device
-        self._cache, self._has_warned = FixedCache(), False
-        self._run = compiled(_run, self._device)
+        self._name, self._cache_argument, self.device = support.name, support.cache_argument, support.input_device
+        self.cache, self._has_warned = FixedCache(), False
+        self._run = compiled(_run, self.device)
 
     @classmethod
     def of(cls, support: TargetSupport, wanted: bool | str) -> "CompiledTarget | None":
@@ -51,34 +50,28 @@ class CompiledTarget:
             self.obstacle is None
             and not (layout.is_prefill or layout.singly or layout.first_row)
             and layout.width <= WIDTHS[-1]
-            and min(layout.counts) > 0
             and "input_ids" in inputs
             and not inputs.get("output_hidden_states")
-            and not torch.is_autocast_enabled(self._device.type)
+            and not torch.is_autocast_enabled(self.device.type)
         )
-
-    def begin(self, cache: SlotCache, layout: SlotLayout) -> FixedCache:
-        """Return what the coming pass writes to and attends to."""
-        self._cache.begin(cache, layout, self._device)
-        return self._cache
 
     def run(
         self, target: PreTrainedModel, capture: FeatureCapture | None, num_tokens: int, inputs: dict[str, Any]
     ) -> SimpleNamespace:
         """Run the pass over packed tokens, and return its logits as the target does; the capture gets the features."""
-        fixed, layer_ids = self._cache, () if capture is None else capture.target_layer_ids
+        fixed, layer_ids = self.cache, () if capture is None else capture.target_layer_ids
         padding = (0, len(fixed.rows) - num_tokens)
         by_token = {name: nn.functional.pad(inputs[name], padding) for name in inputs.keys() & BY_TOKEN}
         by_token["position_ids"] = fixed.positions[None]
         inputs = inputs | {name: mark_dynamic(part, 1) for name, part in by_token.items()}
         try:
-            if self._device.type != "cpu":
+            if self.device.type != "cpu":
                 torch.compiler.cudagraph_mark_step_begin()
             logits, states = self._run(target, fixed, self._cache_argument, layer_ids, inputs)
         finally:
             fixed.stores = {}
             TRACED.clear()
-        if self._device.type != "cpu":  # the next pass writes where this one did
+        if self.device.type != "cpu":  # the next pass writes where this one did
             logits = logits.clone()
         if capture is not None:
             capture.keep(states, len(fixed.rows))
@@ -109,26 +102,16 @@ def _run(
 
 def obstacle_of(support: TargetSupport) -> str | None:
     """Return why passes of a target cannot be compiled, as far as that is known before it is tried."""
-    target, device = support.target, support.input_device
-    modules = (target, *support.modules)
-    if device.type not in KINDS:
-        return f"it is on the device {str(device)!r}, and graphs were tried on {' and '.join(KINDS)}"
+    target, modules = support.target, (support.target, *support.modules)
     if any(hasattr(module, "_hf_hook") for module in modules):
         return "accelerate moves weights or inputs between devices"
     if getattr(target, "hf_quantizer", None) is not None or support.has_outliers:
         return "its weights are quantised"
-    if any(map(is_compiled, modules)):
+    forwards = (getattr(module.forward, "__func__", module.forward) for module in modules)
+    if target._compiled_call_impl or any(hasattr(forward, "_torchdynamo_orig_callable") for forward in forwards):
         return "it is compiled already"
     if support.by_rows:
         return "it keeps recurrent states, or attends row by row"
     if any(part.get("rope_type") in LENGTH_DEPENDENT_ROPE for part in support.rope_parameters):
         return "its rotary frequencies depend on the longest row"
     return None
-
-
-def is_compiled(module: nn.Module) -> bool:
-    forward = getattr(module.forward, "__func__", module.forward)
-    made_by_dynamo = hasattr(forward, "_torchdynamo_orig_callable")
-    return (
-        made_by_dynamo or isinstance(module, torch._dynamo.OptimizedModule) or module._compiled_call_impl is not None
-    )

@@ -180,9 +180,9 @@ class PackedTarget:
 
     def _run_compiled(self, cache: SlotCache, layout: SlotLayout, inputs: dict[str, Any]) -> Any:
         with _tracing:
-            fixed = self._compiled.begin(cache, layout)
+            self._compiled.cache.begin(cache, layout, self._compiled.device)
             self._enter(cache, layout, is_compiled=True)
-            _traced.running = _CompiledPass(fixed, self._support.switch.ignores_caps)
+            _traced.running = _CompiledPass(self._compiled.cache, self._support.switch.ignores_caps)
             _running.set(_traced.running)
             try:
                 return self._compiled.run(self._target, self._capture, layout.num_tokens, inputs)
