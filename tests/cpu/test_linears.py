@@ -13,7 +13,7 @@ from torch import nn
 from torch._dynamo.testing import CompileCounter
 
 from hf_dspark import check_target
-from hf_dspark.cpu import fast_linears, small_batch_gemm
+from hf_dspark.cpu import fast_linears, in_graphs, small_batch_gemm
 from hf_dspark.cpu.small_batch_gemm import Gain
 from tests.cpu.conftest import each_dtype, linear, packs
 
@@ -137,6 +137,19 @@ def test_gradients_and_compiled_graphs_keep_to_linear(products):
             with context:
                 compiled(rows)
     assert counter.frame_count == 1 and products == []
+
+
+@torch.no_grad()
+def test_graphs_that_ask_for_it_multiply_as_all_else_does(products, monkeypatch):
+    monkeypatch.setattr(in_graphs, "wanted", True)
+    layer, counter = linear(), CompileCounter()
+    compiled = torch.compile(layer, backend=counter, fullgraph=True)
+    for num_rows in (8, 5, 200):
+        rows = torch.randn(num_rows, 256)
+        torch._dynamo.maybe_mark_dynamic(rows, 0)
+        with fast_linears(layer):
+            torch.testing.assert_close(compiled(rows), layer(rows))
+    assert products == ["onednn"] * 4 and counter.frame_count == 1  # 200 rows are too many
 
 
 @torch.no_grad()

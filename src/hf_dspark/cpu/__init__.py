@@ -1,5 +1,6 @@
 """Faster small-batch matrix products on a CPU, behind one context manager."""
 
 from .linears import fast_linears
+from .small_batch_gemm import in_graphs
 
-__all__ = ["fast_linears"]
+__all__ = ["fast_linears", "in_graphs"]

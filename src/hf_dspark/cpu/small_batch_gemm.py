@@ -8,6 +8,7 @@ other layout if the operands are swapped: AMX units in bfloat16, and MKL with AV
 import functools
 import platform
 from pathlib import Path
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import torch
@@ -69,7 +70,9 @@ def small_batch_linear(
     input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, packed: PackedWeight | None = None
 ) -> torch.Tensor:
     """Multiply as `torch.nn.functional.linear` does, but for rounding; `packed` is the weight's."""
-    if torch.compiler.is_compiling() or not _is_served(input, weight, bias):
+    if torch.compiler.is_compiling():
+        return (torch.ops.hf_dspark.linear.default if in_graphs.wanted else F.linear)(input, weight, bias)
+    if not _is_served(input, weight, bias):
         return F.linear(input, weight, bias)
     num_rows = input.shape[:-1].numel()
     if packed is not None and may_gain("packed", weight, num_rows) and (prepacked := packed.of(weight)) is not None:
@@ -77,6 +80,17 @@ def small_batch_linear(
     if may_gain("swapped", weight, num_rows):
         return swapped_linear(input, weight, bias)
     return (onednn_linear if may_gain("onednn", weight, num_rows) else F.linear)(input, weight, bias)
+
+
+# Graphs of others keep PyTorch's products. In those that are traced meanwhile, the product is one operator, which
+# chooses by the rows that come.
+in_graphs = SimpleNamespace(wanted=False)
+
+
+_library = torch.library.Library("hf_dspark", "DEF")
+_library.define("linear(Tensor input, Tensor weight, Tensor? bias) -> Tensor")
+_library.impl("linear", small_batch_linear, "CPU")
+_library.impl("linear", lambda input, weight, bias: input.new_empty(*input.shape[:-1], len(weight)), "Meta")
 
 
 def onednn_linear(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:

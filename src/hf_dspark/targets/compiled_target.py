@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from ..cpu import in_graphs
 from ..models.fixed_cache import WIDTHS, FixedCache, compiled, mark_dynamic
 from ..models.slot_cache import SlotLayout
 from .feature_capture import TRACED, FeatureCapture
@@ -64,12 +65,13 @@ class CompiledTarget:
         by_token = {name: nn.functional.pad(inputs[name], padding) for name in inputs.keys() & BY_TOKEN}
         by_token["position_ids"] = fixed.positions[None]
         inputs = inputs | {name: mark_dynamic(part, 1) for name, part in by_token.items()}
+        in_graphs.wanted = True
         try:
             if self.device.type != "cpu":
                 torch.compiler.cudagraph_mark_step_begin()
             logits, states = self._run(target, fixed, self._cache_argument, layer_ids, inputs)
         finally:
-            fixed.stores = {}
+            fixed.stores, in_graphs.wanted = {}, False
             TRACED.clear()
         if self.device.type != "cpu":  # the next pass writes where this one did
             logits = logits.clone()
