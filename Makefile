@@ -83,7 +83,7 @@ quality: setup ## check the code without changing it
 	$(PY) -m ruff format --check .
 
 bench: setup ## measure the speed; the last line is JSON
-	$(PY) benchmarks/speed.py $(ARGS)
+	$(PY) benchmarks/speed.py speed $(ARGS)
 
 figures: setup ## draw every figure and every table again from benchmarks/results
 	$(PY) benchmarks/figures/draw.py $(ARGS)

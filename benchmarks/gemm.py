@@ -29,8 +29,8 @@ from tqdm import tqdm
 
 from hf_dspark import DSparkDraftModel, fast_linears
 from hf_dspark.cpu.small_batch_gemm import MAX_ROWS, onednn_linear, packed_weight, swapped_linear
-from hf_dspark.measuring.profile import DrawnChains
 from hf_dspark.models.slot_cache import SlotCache
+from hf_dspark.sampling.distributions import TokenDistribution, draw
 from hf_dspark.sampling.drafts import ChainSampler
 
 # Shapes that the shipped pair, a Qwen3-0.6B and a 1.7B have, and LM heads.
@@ -43,8 +43,16 @@ RATIOS = {"onednn": "ratio", "transposed": "transposed_ratio", "packed": "packed
 CACHE_BYTES = 2**29  # more than any holds
 IN_A_ROW = 3
 GEOMETRY = "qwen3-0.6b"
-SAMPLERS = {"greedy": ChainSampler, "temperature 1": DrawnChains}
 CONTEXT, NEW_CONTEXT = 256, 3  # tokens of the prompt, and committed since the last block
+
+
+class DrawnChains(ChainSampler):
+    def draw(self, logits, candidate_ids):
+        distribution = TokenDistribution(logits.softmax(dim=-1), candidate_ids)
+        return draw(distribution, torch.rand(len(logits), device=logits.device)), distribution
+
+
+SAMPLERS = {"greedy": ChainSampler, "temperature 1": DrawnChains}
 
 
 class Matrices:

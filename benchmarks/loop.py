@@ -8,8 +8,7 @@ python benchmarks/loop.py operations --output benchmarks/results/operations.json
 
 `replay` has random weights of a larger model: each round accepts as many drafts as a recorded round of the shipped
 pair. Its times are without the prefill. `limit` is the speed-up that the passes alone allow:
-tau * T_target(1) / (T_draft + T_target(1 + l)). Recurrent layers read the tokens accepted in a round again in the next
-pass: `reading_again` is what this adds to a verification pass of which half was accepted, as a part of a plain step.
+tau * T_target(1) / (T_draft + T_target(1 + l)), of the passes of these rounds and of plain steps.
 `batch` decodes batches of held-out prompts. `memory` is the peak of a batch, of plain `generate()` and of the loop.
 `operations` are what a round asks of a pretended accelerator (`tests/gpu`), by phase, beside a plain step.
 """
@@ -35,11 +34,7 @@ from transformers import DynamicCache, Qwen3Config, Qwen3ForCausalLM
 from hf_dspark import DSparkConfig, DSparkDraftModel, FullBlock, Policy, Scheduler
 from hf_dspark.decoding import loop as decoding_loop
 from hf_dspark.decoding.drafter import Drafter
-from hf_dspark.measuring.profile import passes_by_slots
-from hf_dspark.models.slot_cache import SlotCache
-from hf_dspark.sampling.drafts import ChainSampler
 from hf_dspark.targets.slot_attention import PackedTarget
-from hf_dspark.targets.support import TargetSupport
 
 sys.path.insert(0, str(bench.ROOT))
 from tests.gpu.pretended import DEVICE, Counts, Pretended, moved  # noqa: E402
@@ -53,60 +48,26 @@ PLAIN_TOKENS = 16  # of a plain call with random weights, for each row
 Cell = dict[str, Any]
 
 
-class Passes:
-    """The forward passes alone, after one context, for some rows."""
-
-    def __init__(self, target, draft, context_length: int, rows: int = 1) -> None:
-        self.target, self.draft, self.rows = target, draft.bind(target), rows
-        self.prompt = torch.arange(context_length, device=target.device)[None] % 1000
-        self.anchors = torch.zeros(rows, dtype=torch.long, device=target.device)
-        self.block = self.prompt[:, : 1 + draft.config.block_size].expand(rows, -1)
-        self.cache, self.times = SlotCache(rows), {}
-        self.draft_blocks(context_length)
-
-    def draft_blocks(self, num_new: int = 4) -> None:
-        """Draft one block for each row, after `num_new` new tokens."""
-        width = len(self.draft.config.target_layer_ids) * self.draft.config.hidden_size
-        features = torch.ones(self.rows, num_new, width, dtype=self.draft.dtype, device=self.prompt.device)
-        ids = torch.zeros(self.rows * num_new, dtype=torch.long, device=self.prompt.device)
-        self.draft.draft_block(self.anchors, features, self.cache, ChainSampler(), committed_ids=ids)
-        for row in range(self.rows):
-            self.cache.truncate(row, self.prompt.shape[1])
-
-    @torch.no_grad()
-    def measure(self, repetitions: int, packed: bool = False) -> None:
-        """Time each pass many times in a row, as it runs in a loop of its own."""
-        with bench.kernels(self.target, self.draft, packed):
-            by_slots = passes_by_slots(self.target, self.prompt, self.rows)
-            self._time("verify", lambda: by_slots(self.block), repetitions)
-            if TargetSupport.of(self.target).keeps_states:
-                alone = passes_by_slots(self.target, self.prompt, self.rows)
-                self._time("verify_alone", lambda: alone(self.block, accepted=0), repetitions)
-            self._time("draft", self.draft_blocks, repetitions)
-        cache = DynamicCache(config=self.target.config)
-        self.target(self.prompt.expand(self.rows, -1), past_key_values=cache, logits_to_keep=1)
-        # Each step grows the cache, as in plain decoding.
-        self._time("plain_step", lambda: self.target(self.block[:, :1], past_key_values=cache), repetitions)
-
-    def _time(self, name: str, run, repetitions: int) -> None:
-        # The first passes after another model's are slower.
-        seconds = bench.in_turns({name: run}, repetitions, warm_up=5, device=self.prompt.device)[name]
-        self.times.setdefault(name, []).extend(seconds)
-
-    def summary(self, tau: float) -> Cell:
-        """Return the medians of the passes, and what they allow."""
-        alone = {name: statistics.median(times) for name, times in self.times.items()}
-        found: Cell = {"limit": tau * alone["plain_step"] / (alone["draft"] + alone["verify"])}
-        if "verify_alone" in alone:
-            found["reading_again"] = (alone["verify"] - alone["verify_alone"]) / alone["plain_step"]
-        return found | {"forwards_ms": {name: 1e3 * value for name, value in alone.items()}}
+@torch.no_grad()
+def plain_steps(target, prompt: torch.Tensor, repetitions: int = 5) -> list[float]:
+    """Return the seconds of plain steps in a row after a prompt. Each grows the cache, as in plain decoding."""
+    cache = DynamicCache(config=target.config)
+    target(prompt, past_key_values=cache, logits_to_keep=1)
+    step = {"plain": lambda: target(prompt[:, :1], past_key_values=cache)}
+    # The first passes after another model's are slower.
+    return bench.in_turns(step, repetitions, warm_up=5, device=prompt.device)["plain"]
 
 
-def cell_of(runs: dict[str, list[bench.Call]], passes: Passes) -> Cell:
-    """Return what the calls of some ways came to."""
+def cell_of(runs: dict[str, list[bench.Call]], steps: list[float]) -> Cell:
+    """Return what the calls of some ways came to, and what their passes allow."""
     medians, tau = {way: bench.median_per_token(calls) for way, calls in runs.items()}, bench.joined(runs["own"]).tau
-    milliseconds = {way: 1e3 * value for way, value in medians.items()}
-    return {"tau": tau, **bench.speedups(medians), "ms_per_token": milliseconds, **passes.summary(tau)}
+    seconds = bench.joined(runs.get("own_packed", runs["own"])).seconds
+    alone = {name: statistics.median(getattr(each, name) for each in seconds) for name in ("draft", "verify")}
+    alone["plain_step"] = statistics.median(steps)
+    limit = tau * alone["plain_step"] / (alone["draft"] + alone["verify"])
+    milliseconds = {name: {key: 1e3 * value for key, value in each.items()}
+                    for name, each in {"ms_per_token": medians, "forwards_ms": alone}.items()}  # fmt: skip
+    return {"tau": tau, **bench.speedups(medians), "limit": limit, **milliseconds}
 
 
 def replay(
@@ -138,7 +99,7 @@ def replayed_cell(target, draft, rows: int, regime: str, repetitions: int, conte
     ways, accepted = bench.ways_of(target.device), bench.recorded_acceptance()
     prompts = (torch.arange(rows * context).view(rows, -1) % 1000 + 5).tolist()
     runs: dict[str, list[bench.Call]] = {way.name: [] for way in ways}
-    passes = Passes(target, draft, context + 16, rows)
+    steps: list[float] = []
     for index in tqdm(range(-1, repetitions), desc=f"{rows} rows, {regime}"):
         for way in ways:
             limits = {"max_new_tokens": 1 + (new_tokens if way.drafted else PLAIN_TOKENS), **SAMPLINGS[regime]}
@@ -148,8 +109,8 @@ def replayed_cell(target, draft, rows: int, regime: str, repetitions: int, conte
             if index >= 0:  # the first round warms up
                 runs[way.name].append(call)
         if index >= 0:
-            passes.measure(5, packed="own_packed" in runs)
-    return cell_of(runs, passes)
+            steps += plain_steps(target, torch.tensor(prompts, device=target.device))
+    return cell_of(runs, steps)
 
 
 def batch(rows: tuple[int, ...] = (8, 32, 64), repetitions: int = 5) -> Iterator[Cell]:

@@ -1,18 +1,26 @@
 """Speed of the shipped pair against plain `generate()`: medians of calls in turns, one process.
 
-python benchmarks/speed.py --output benchmarks/results/speed.json
+python benchmarks/speed.py speed --output benchmarks/results/speed.json
 
 On a CPU, both are timed with packed weights, too: `speedup` is over plain `generate()` as users run it,
-`speedup_same_kernels` over plain `generate()` with packed weights, the stronger baseline.
-"""
+`speedup_same_kernels` over plain `generate()` with packed weights, the stronger baseline. `learning` compares the
+default with the shipped table and calibration, and a draft that never pays with plain decoding."""
 
+import copy
 import math
+import os
+from collections.abc import Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import bench
 from tqdm import tqdm
 
-from hf_dspark import FullBlock, Policy
+from hf_dspark import DSparkConfig, DSparkDraftModel, FullBlock, Policy, Scheduler, ThroughputTable, attach
+from hf_dspark.measuring.calibrate import CALIBRATED
+from hf_dspark.scheduling import step_costs
+
+TABLE = step_costs.SHIPPED_TABLES / "cpu_2_cores.pair.float32.json"
 
 
 def measure(
@@ -70,5 +78,30 @@ def speed(
     return {"dtype": dtype, "num_prompts": len(prompts), "cells": cells}
 
 
+def learning(num_prompts: int = 40, warm_up: int = 12, max_new_tokens: int = 96) -> Iterator[dict[str, Any]]:
+    """The shipped pair without calibration and table after 200 rounds, and a random draft; ratios of medians."""
+    target, draft, tokenizer = bench.load_pair()
+    measured, bare = Scheduler(ThroughputTable.load(TABLE)), copy.deepcopy(draft)
+    bare.config.update(dict.fromkeys(CALIBRATED))
+    random = DSparkDraftModel(DSparkConfig.from_target(target, num_hidden_layers=2, mask_token_id=1)).eval()
+    ways = {"plain": (None, nullcontext), "measured": (draft, lambda: bench.decoding(draft, measured)),
+            "learnt": (bare, nullcontext), "random": (None, lambda: attach(target, random))}  # fmt: skip
+    step_costs.SHIPPED_TABLES, os.environ["HF_DSPARK_CACHE"], cells = bench.PAIR, os.devnull, []  # nothing is known
+    for regime, sampling in bench.REGIMES.items():
+        calls, options = {name: [] for name in ways}, {"max_new_tokens": max_new_tokens, **sampling}
+        for index, ids in enumerate(tqdm(bench.held_out_ids(tokenizer, warm_up + num_prompts), desc=regime)):
+            for name, (assistant, how) in ways.items():
+                with how():
+                    calls[name].append(bench.decode(target, [ids], index, assistant, **options))
+        later = {name: each[warm_up:] for name, each in calls.items()}
+        seconds = {name: bench.median_per_token(each) for name, each in later.items()}
+        total = {k: sum(each.seconds for each in v) / sum(each.num_tokens for each in v) for k, v in later.items()}
+        cell = {f"{name}_over_plain": seconds["plain"] / seconds[name] for name in ways}
+        cell |= {"random_over_plain_in_all": total["plain"] / total["random"]}
+        cell |= {"learnt_over_measured": seconds["measured"] / seconds["learnt"]}
+        cells.append({"regime": regime, "warm_up_rounds": bench.joined(calls["learnt"][:warm_up]).rounds, **cell})
+        yield {"num_prompts": num_prompts, "load": os.getloadavg()[0], "cells": cells}
+
+
 if __name__ == "__main__":
-    bench.main(__doc__, speed)
+    bench.main(__doc__, speed, learning)

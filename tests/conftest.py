@@ -3,6 +3,7 @@
 import os
 
 os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["HF_DSPARK_CACHE"] = os.path.join(os.devnull, "none")  # no table of this user, and none is kept
 
 import json
 import string
@@ -23,6 +24,8 @@ from transformers import (
 )
 
 import hf_dspark
+from hf_dspark.scheduling.costs import ThroughputTable
+from hf_dspark.scheduling.learning import LearnedAcceptance, LearnedCosts
 
 # Two threads win nothing at these sizes, and lose much when anything else runs.
 torch.set_num_threads(1)
@@ -185,17 +188,6 @@ def draft(make_draft, target) -> hf_dspark.DSparkDraftModel:
     return make_draft(target)
 
 
-@pytest.fixture
-def steady_clock(monkeypatch) -> None:
-    """Let all passes that `profile_throughput` times take the same time, whatever else this machine does."""
-
-    def seconds_of(one_pass, device) -> float:
-        one_pass()
-        return 0.001
-
-    monkeypatch.setattr("hf_dspark.measuring.profile._seconds_of", seconds_of)
-
-
 @pytest.fixture(scope="module")
 def wide_pair() -> tuple[Qwen3ForCausalLM, hf_dspark.DSparkDraftModel]:
     """A target and a draft whose MLPs and heads are large enough for the other ways to multiply; whole blocks."""
@@ -212,6 +204,18 @@ def wide_pair() -> tuple[Qwen3ForCausalLM, hf_dspark.DSparkDraftModel]:
     draft = hf_dspark.DSparkDraftModel(config).eval()
     draft.decoding = hf_dspark.DecodingOptions(policy=hf_dspark.FullBlock())
     return target, draft
+
+
+@pytest.fixture(autouse=True)
+def _nothing_learned(monkeypatch, request):
+    """By default, whole blocks are verified, whatever the clock says. Tests marked `learns` let rounds teach."""
+    if request.node.get_closest_marker("learns") is None:
+        flat = ThroughputTable((1, 4096), (1.0, 1.0))
+        monkeypatch.setattr("hf_dspark.scheduling.step_costs.estimated_cost", lambda *_: flat)
+        monkeypatch.setattr(LearnedCosts, "observe", lambda *_: None)
+        monkeypatch.setattr(LearnedAcceptance, "wants_trees", False)
+    if not torch.cuda.is_available():  # of a pretended device
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "pretended")
 
 
 @pytest.fixture(autouse=True)

@@ -20,7 +20,7 @@ QUICK = [page for page in PAGES[1] if not page.endswith(("training.md", "sharing
 
 
 @pytest.fixture
-def checkout(tmp_path, monkeypatch, steady_clock) -> list[str]:
+def checkout(tmp_path, monkeypatch) -> list[str]:
     """A folder that looks like a checkout and may be written to; nothing is remembered in the user's cache. Returns
     prompts."""
     monkeypatch.setenv("HF_DSPARK_CACHE", str(tmp_path / "cache"))

@@ -57,9 +57,7 @@ def test_the_chat_notebook_answers_as_without_the_draft(in_examples, tmp_path, c
     assert capsys.readouterr().out.count("with the draft") == 3
 
 
-def test_the_scheduling_notebook_calibrates_profiles_and_schedules(
-    in_examples, tmp_path, capsys, monkeypatch, steady_clock
-):
+def test_the_scheduling_notebook_calibrates_profiles_and_schedules(in_examples, tmp_path, capsys, monkeypatch):
     import matplotlib
 
     from hf_dspark.scheduling.step_costs import known_profiles

@@ -207,7 +207,7 @@ def larger_models() -> Rows:
 def hybrid_sizes() -> Rows:
     yield "", "τ", "as it is", "same kernels", "second reading, of a plain step"
     for cell in load("hybrid_replay")["cells"]:
-        numbers = (cell[name] for name in ("tau", "speedup", "speedup_same_kernels", "reading_again"))
+        numbers = map(cell.get, ("tau", "speedup", "speedup_same_kernels", "reading_again"))
         yield cell["regime"], *map(number, numbers)
 
 

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -106,7 +107,7 @@ def digest(value: Any) -> str:
 
 def replace_text(path: Path, text: str) -> None:
     """Write a file at once, or not at all. A device or a pipe stays what it is."""
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
+    unfinished = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}")
     with naming(path):
         if path.exists() and not path.is_file():
             path.write_text(text, encoding="utf-8")

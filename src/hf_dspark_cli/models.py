@@ -20,7 +20,7 @@ from hf_dspark.models.auto import load_draft, names_a_draft
 from hf_dspark.models.modeling_draft import DraftModel
 from hf_dspark.scheduling.policies import ConfidenceThreshold, FullBlock, Policy
 from hf_dspark.scheduling.scheduler import Scheduler
-from hf_dspark.scheduling.step_costs import find_cost
+from hf_dspark.scheduling.step_costs import experience_of
 
 from . import Console
 
@@ -93,13 +93,7 @@ def choose_policy(policy: tuple[str, float | None], target: PreTrainedModel, dra
     if draft is None:
         raise ValueError(f"--policy {name} needs --draft: give it, or drop --policy")
     if name == "scheduled":
-        cost = find_cost(target, draft)
-        if cost is None:
-            raise ValueError(
-                "--policy scheduled needs to know what a step costs here: run hf-dspark profile with this target and "
-                "draft"
-            )
-        return Scheduler(cost, trees=False)
+        return Scheduler(experience_of(target, draft), trees=False)
     if name == "threshold":
         return ConfidenceThreshold(number)
     if name == "tree":

@@ -226,11 +226,10 @@ def calibrate(parser: ArgumentParser) -> None:
 
 
 def profile(parser: ArgumentParser) -> None:
-    """Measure what a step costs on this machine, which schedulers rely on.
+    """Measure what a step costs on this machine. generate() learns it from its own rounds, and begins with this.
 
     Times drafting and verifying. Writes the table where generate() finds it by itself, and to --output_file. Nothing
-    else should run meanwhile: what cannot be believed is measured again, and not kept in the end. --show measures
-    nothing, and shows the table in use, its age, and how far apart repetitions lay.
+    else should run meanwhile. --show measures nothing, and shows the table that generate() begins with, and its age.
 
     example: hf-dspark profile --target examples/gsm8k_pair/target --draft examples/gsm8k_pair/draft
       --batch_sizes 1 4 16 --output_file out/sps.json

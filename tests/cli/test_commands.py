@@ -2,7 +2,6 @@
 
 import csv
 import io
-import itertools
 import json
 import runpy
 import shlex
@@ -299,8 +298,7 @@ def test_calibrate_changes_the_config_alone_or_fills_another_folder(answer, refu
     assert temperatures.keys() == {"default", "greedy", "sampled"} and len(temperatures["greedy"]) == 4
     assert Path("draft/model.safetensors").read_bytes() == weights
     changed = json.loads(Path("draft/config.json").read_text())
-    assert changed["sibling_acceptance"].keys() == {"greedy", "sampled"}
-    facts = {"sts_temperatures", "confidence_fits", "sibling_acceptance"}
+    facts = {"sts_temperatures", "confidence_fits"}
     assert changed["sts_temperatures"] == temperatures and changed["confidence_fits"].keys() == temperatures.keys()
     assert {k: v for k, v in changed.items() if k not in facts} == {k: v for k, v in config.items() if k not in facts}
     results = read_results(["draft/results"])
@@ -308,17 +306,16 @@ def test_calibrate_changes_the_config_alone_or_fills_another_folder(answer, refu
     assert all(result["num_prompts"] == 3 and len(result["temperatures"]) == 4 for result in results)
 
 
-def test_scheduling_works_as_soon_as_the_machine_is_profiled(answer, refusal, steady_clock):
-    assert "hf-dspark profile" in refusal(f"generate {PAIR} --policy scheduled --max_new_tokens 4 up")
+def test_a_profile_is_written_and_where_scheduling_begins(answer):
     words = f"profile {PAIR} --batch_sizes 1 2 --context_lengths 8 16 --repetitions 1"
     table = answer(f"{words} --output_file sps.json")["table"]
     assert json.loads(Path("sps.json").read_text()).items() >= table.items()
-    assert answer(f"profile {PAIR} --show")["table"]["provenance"]["spread"] == 0.0
+    assert answer(f"profile {PAIR} --show")["table"]["provenance"]["measured"].startswith("20")
     policy = answer(f"generate {PAIR} --policy scheduled --max_new_tokens 4 up")["policy"]
-    assert policy["name"] == "Scheduler" and policy["cost"]
+    assert policy["name"] == "Scheduler" and policy["cost"].startswith("learned from ")
 
 
-def test_the_table_in_use_is_shown_with_its_age_and_spread(capsys, steady_clock):
+def test_the_table_in_use_is_shown_with_its_age(capsys):
     assert main(shlex.split(f"profile {PAIR} --show")) == 0
     assert "no table fits these models" in capsys.readouterr().out
     assert main(shlex.split(f"profile {PAIR} --batch_sizes 1 2 --context_lengths 8 16 --repetitions 2")) == 0
@@ -327,18 +324,7 @@ def test_the_table_in_use_is_shown_with_its_age_and_spread(capsys, steady_clock)
     shown = capsys.readouterr().out
     (table,) = Path("cache").glob("*.json")
     assert shown.startswith(before) and f"\n{table.name}\nmeasured on" in shown
-    assert "0 days old; repetitions of a pass lay 0% apart" in shown
-
-
-@pytest.mark.filterwarnings("always")
-def test_a_measurement_that_cannot_be_believed_is_not_kept_and_fails(capsys, monkeypatch):
-    seconds = itertools.cycle((0.009, 0.001, 0.001, 0.009, 0.009))
-    monkeypatch.setattr("hf_dspark.measuring.profile._seconds_of", lambda one_pass, device: next(seconds))
-    words = f"profile {PAIR} --batch_sizes 1 2 --context_lengths 8 16 --repetitions 4 --output_file sps.json --quiet"
-    assert main(shlex.split(words)) == 1
-    printed = capsys.readouterr()
-    assert printed.err.startswith("warning: this measurement is not kept: repetitions of one pass lay")
-    assert not Path("sps.json").exists() and not Path("cache").exists()
+    assert "0 days old" in shown
 
 
 @pytest.mark.parametrize("load", [0.5, 99.0])

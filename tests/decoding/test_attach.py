@@ -31,6 +31,8 @@ from hf_dspark import (
     evaluate,
     generate_many,
 )
+from hf_dspark.scheduling.step_costs import experience_of
+from hf_dspark.targets.support import TargetSupport
 from tests.decoding.test_checks import REFUSED, Counter
 from tests.rows import GREEDY, alone, padded
 
@@ -247,6 +249,16 @@ def test_a_block_leaves_behind_what_was_there(target, draft, prompts):
     assert assists(draft)
     attach(target, lookup)  # replaces it
     assert assists(lookup) and not assists(draft)
+
+
+def test_calls_go_without_a_draft_that_did_not_pay_and_try_it_in_one_of_16(target, draft, prompts):
+    skipped = experience_of(target, draft, linears=TargetSupport.of(target).linears).skipped
+    skipped._wait = skipped.most  # looking again was in vain
+    batch = padded(prompts[:1]) | GREEDY
+    expected = outcome(target, batch)
+    with attach(target, draft) as attached, pytest.warns(UserWarning, match="drafting has not paid"):
+        assert [outcome(target, batch) for _ in range(20)] == [expected] * 20
+    assert (attached.num_plain, attached.num_assisted) == (15, 5)  # the 16th has paid
 
 
 def test_a_replaced_draft_is_not_kept(make_target, make_draft):

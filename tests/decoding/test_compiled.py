@@ -165,12 +165,12 @@ def test_passes_have_few_sizes_on_accelerators(counts, size):
 
 
 def test_scheduler_counts_what_padded_passes_cost(uncompiled, pair, monkeypatch):
-    table = ThroughputTable((1, 8, 64), (95, 94, 80), trees=((4, 0.0115), (15, 0.013)))
+    table = ThroughputTable((1, 8, 64), (95, 94, 80), growth=(1.1, 1.3))
     counted = table.padded()
     tokens = range(1, 65)
     expected = [float(table.seconds_of([max(2, 1 << (count - 1).bit_length())])[0]) for count in tokens]
     assert counted.seconds_of(tokens).tolist() == pytest.approx(expected)
-    assert [nodes for nodes, _ in counted.trees] == [4, 7, 8, 15] and counted.trees[-1][1] == 0.013
+    assert counted.growth == table.growth
     target, draft = [moved(copy.deepcopy(model)) for model in pair]
     for compiles in (False, "auto"):
         options = DecodingOptions(policy=Scheduler(table), compile=compiles)

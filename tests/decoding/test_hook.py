@@ -1,6 +1,6 @@
 """How `generate()` reaches a draft: the wraps, `decode_with`, whose options hold, and the default policy."""
 
-import logging
+import copy
 import subprocess
 import sys
 
@@ -84,22 +84,16 @@ def test_calls_do_not_share_a_policys_memory(target, draft, prompt_ids):
     assert runs[0] == runs[1] and len(draft.decoding.policy._rankings) == 0
 
 
-def test_drafts_are_scheduled_when_they_are_calibrated_and_the_machine_is_known(target, draft, monkeypatch):
-    monkeypatch.setattr(hook, "find_cost", lambda *_: TABLE)
-    assert hook.default_policy(draft, target) == FullBlock()
-    draft.config.sts_temperatures = {"default": [1.0] * draft.config.block_size}
-    assert hook.default_policy(draft, target) == Scheduler(TABLE)
-    monkeypatch.setattr(hook, "find_cost", lambda *_: None)
-    assert hook.default_policy(draft, target) == FullBlock()
-
-
-def test_default_scheduler_runs_in_generate(target, draft, prompt_ids, monkeypatch, caplog):
-    draft.config.sts_temperatures = {"default": [1.0] * draft.config.block_size}
-    monkeypatch.setattr(hook, "find_cost", lambda *_: TABLE)
-    with caplog.at_level(logging.WARNING):
-        assert_same_tokens(target, draft, prompt_ids[0])
-    assert min(draft.last_stats.proposed[:-1]) < draft.config.block_size
-    assert not caplog.text
+@pytest.mark.learns
+def test_drafts_are_scheduled_by_what_calls_teach_of_these_models_and_this_regime(target, draft):
+    draft = copy.deepcopy(draft)  # of which nothing is known
+    ours, again = hook.default_policy(draft, target), hook.default_policy(draft, target)
+    sampled, other = hook.default_policy(draft, target, None, None, (True, None)), copy.deepcopy(draft)
+    assert ours == again and ours.cost is again.cost and ours != hook.default_policy(other, target)
+    assert sampled.cost.costs is ours.cost.costs and sampled.cost.acceptance is not ours.cost.acceptance
+    for _ in range(3):
+        assert_same_tokens(target, draft, torch.tensor([[5, 6, 7]]))
+    assert ours.cost.costs.rounds > 0 and draft.last_stats.policy["cost"].startswith("learned from estimate")
 
 
 def test_options_of_a_call_come_before_those_of_the_draft(target, draft, prompts):

@@ -308,10 +308,9 @@ def test_a_draft_that_was_left_on_the_cpu_is_named_and_decodes_the_same_tokens(p
 
 
 @pytest.fixture
-def driver(monkeypatch, steady_clock):
+def driver(monkeypatch):
     """What is asked of the driver of a real device."""
     monkeypatch.setattr(torch.accelerator, "synchronize", lambda device: None)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "pretended")
 
 
 @pytest.mark.usefixtures("driver")

@@ -8,7 +8,7 @@ from transformers import AutoModelForCausalLM
 
 from hf_dspark import ConfidenceThreshold, DecodingOptions, DSparkDraftModel, FullBlock, calibrate
 from hf_dspark.measuring import calibrate as collection
-from hf_dspark.measuring.calibrate import collect_rounds, collect_siblings, recorded_round
+from hf_dspark.measuring.calibrate import collect_rounds, recorded_round
 from tests.measuring.interruption import interrupt_third_call
 
 PROMPTS = [[5, 6, 7, 8], [9, 10, 11], [3, 4, 5, 6, 7]]
@@ -90,22 +90,9 @@ def test_collection_resumes_where_it_was_interrupted(target, draft, tmp_path, mo
     assert len(calls) == 4 and len(again.logits) == len(whole.logits)
 
 
-def test_records_of_trees_resume_where_they_were_interrupted(target, draft, tmp_path, monkeypatch):
-    path = tmp_path / "rounds.jsonl"
-    whole = collect_siblings(target, draft, PROMPTS, **SAMPLED)
-    assert {test.rank for test in whole} > {0} and any(test.was_accepted for test in whole)
-    calls = interrupt_third_call(monkeypatch, type(target), "generate")
-    with pytest.raises(KeyboardInterrupt):
-        collect_siblings(target, draft, PROMPTS, output_file=path, **SAMPLED)
-    assert len((tmp_path / "rounds.trees.jsonl").read_text().splitlines()) == 2 and not path.exists()
-    assert collect_siblings(target, draft, PROMPTS, output_file=path, **SAMPLED) == whole
-    assert len(calls) == 4  # the third prompt only
-
-
 def test_records_of_another_run_are_not_mixed_in(target, draft, make_draft, tmp_path, monkeypatch):
     path = tmp_path / "rounds.jsonl"
     records(target, draft, output_file=path)
-    collect_siblings(target, draft, PROMPTS[:1], output_file=path)
     other = make_draft(target, seed=9)
     runs = [(draft, PROMPTS, SAMPLED, "options"), (other, PROMPTS, {}, "draft"), (draft, PROMPTS[:2], {}, "prompts")]
     for changed, prompts, options, name in runs:
@@ -113,8 +100,6 @@ def test_records_of_another_run_are_not_mixed_in(target, draft, make_draft, tmp_
             records(target, changed, prompts, output_file=path, **options)
     monkeypatch.setattr(draft.config, "confidence_fits", {"default": [[0.5, -1.0]] * draft.config.block_size})
     records(target, draft, output_file=path)  # rounds are recorded before any calibration
-    with pytest.raises(ValueError, match="another run .*differs in fits"):
-        collect_siblings(target, draft, PROMPTS[:1], output_file=path)
     monkeypatch.setattr(draft.config, "draft_top_k", 8)
     with pytest.raises(ValueError, match="another run .*differs in draft_config"):
         records(target, draft, output_file=path)
@@ -216,23 +201,6 @@ def test_a_calibration_that_is_repeated_replaces_the_default_that_came_from_it(t
     for known in (draft.config.confidence_fits, draft.config.sts_temperatures):
         assert known["default"] == known["greedy"] != known["sampled"]
     assert draft.config.confidence_fits["default"] != first
-
-
-def test_a_fit_that_is_worse_than_the_raw_confidence_is_not_kept(target, draft, monkeypatch):
-    monkeypatch.setattr(collection, "fit_confidence", lambda rounds: [(-1.5, 0.0)] * rounds.block_size)
-    with pytest.warns(UserWarning, match=r"raw confidence is kept at draft positions \[1, 2, 3, 4\]"):
-        report = calibrate(target, draft, PROMPTS, max_new_tokens=24)
-    assert report.fits == [(1.0, 0.0)] * 4 and report.before == report.after
-
-
-def test_a_calibration_that_is_interrupted_leaves_the_config_as_it_was(target, draft, monkeypatch):
-    def interrupted(*args, **kwargs):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(collection, "collect_siblings", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        calibrate(target, draft, PROMPTS[:1], max_new_tokens=24)
-    assert draft.config.sts_temperatures is None and draft.config.confidence_fits is None
 
 
 def test_regimes_and_domains_are_kept_apart(target, draft):

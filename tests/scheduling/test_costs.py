@@ -1,6 +1,5 @@
 """What a step costs: tables, hulls, context, and SGLang's file."""
 
-import itertools
 import json
 import pickle
 from pathlib import Path
@@ -9,9 +8,7 @@ import numpy as np
 import pytest
 
 from benchmarks.policy_baselines import linear_cost
-from hf_dspark.measuring.profile import context_slope
 from hf_dspark.scheduling.costs import Load, ThroughputTable
-from hf_dspark.scheduling.step_costs import Sample
 
 JAGGED = ThroughputTable((1, 8, 16, 24, 32), (100.0, 90.0, 95.0, 40.0, 42.0), 0.002, 1e-6, {"device": "a"})
 SGLANG_1D = {"sample_batch_tokens": [1, 8, 64], "sample_steps_per_sec": [95.1, 94.0, 80.2], "max_batch_tokens": 64}
@@ -103,14 +100,6 @@ def test_hull_of_a_straight_line_is_the_line():
 
 
 # ---- context
-
-
-def test_context_slope_is_found_again_by_least_squares_and_never_negative():
-    grid = itertools.product((64, 512, 2048), (1, 8, 64))
-    samples = [Sample(1, tokens, context, 2e-6 * context + 3e-4 * tokens + 5e-3) for context, tokens in grid]
-    assert context_slope(samples) == pytest.approx(2e-6)
-    falling = zip((64, 512, 64, 512), (1, 1, 8, 8), (1.0, 0.9, 1.1, 1.0), strict=True)
-    assert context_slope([Sample(1, tokens, context, seconds) for context, tokens, seconds in falling]) == 0.0
 
 
 def test_cached_tokens_cost_what_they_add_to_each_round():

@@ -5,6 +5,7 @@ confidence of the next slot. All joint draft paths of all requests are enumerate
 variations are exact, and zero means zero up to float64 rounding. Rules known to be lossy are measured the same way.
 """
 
+import copy
 import itertools
 import math
 import random
@@ -17,6 +18,7 @@ import torch
 from benchmarks.policy_baselines import EarlyStopScheduler, EliminationScheduler, GlobalScheduler
 from hf_dspark.scheduling import scheduler
 from hf_dspark.scheduling.costs import Load, ThroughputTable
+from hf_dspark.scheduling.learning import Experience, LearnedCosts
 from hf_dspark.scheduling.policies import ConfidenceThreshold, FullBlock, Policy
 from hf_dspark.scheduling.ranking import Ranking, survival
 from hf_dspark.scheduling.rounds import RoundOutcome
@@ -149,16 +151,19 @@ def shared_noise_draws(worlds, gamma):
     yield from extend(tuple(() for _ in worlds), 1.0)
 
 
-def bias_of_two_rounds(policy, world, gamma):
-    """Return the total variation after two rounds of one request, the policy remembering the first."""
+def bias_of_two_rounds(policy, world, gamma, earlier=(), peeks=False):
+    """Return the total variation after two rounds of one request, the policy remembering the first and `earlier` ones.
+    Rounds take longer the more is accepted. `peeks` lets it learn from what is drawn in a round before it plans it:
+    a negative control."""
     output, load = defaultdict(float), Load()
 
     def play(committed, probability, history, rounds_left):
         if rounds_left == 0:
             output[committed] += probability
             return
-        current = policy.fresh()
+        current = copy.deepcopy(policy).fresh()
         for past in history:
+            current.plan_draft(load)
             current.observe(past)
         if not current.plan_draft(load):
             past = RoundOutcome((0,), None, torch.tensor([0]), torch.tensor([0]), 1.0, drafted=False)
@@ -168,13 +173,17 @@ def bias_of_two_rounds(policy, world, gamma):
             return
         for path in itertools.product((0, 1), repeat=gamma):
             confidence = torch.tensor([world.confidences(committed, path)])
-            planned = current.plan_verify(confidence, torch.tensor([gamma]), load)
+            plans, whole = copy.deepcopy(current) if peeks else current, torch.tensor([gamma])
+            if peeks:
+                plans.observe(RoundOutcome((0,), confidence, whole, torch.tensor([gamma * path[0]]), 1.0))
+            planned = plans.plan_verify(confidence, whole, load)
             drawn = probability * path_probability(world, committed, path)
             for new, accepted, mass in verified(world, committed, path, int(planned[0])):
-                past = RoundOutcome((0,), confidence, planned, torch.tensor([accepted]), 1.0)
+                count = torch.tensor([accepted])
+                past = RoundOutcome((0,), confidence, planned, count, 1.0 + 2 * accepted, draft_seconds=0.3)
                 play(committed + new, drawn * mass, [*history, past], rounds_left - 1)
 
-    play((), 1.0, [], 2)
+    play((), 1.0, list(earlier), 2)
     return total_variation(
         *(completed(world, distribution_of, 2 * gamma + 2) for distribution_of in (output, {(): 1.0}))
     )
@@ -281,6 +290,45 @@ REMEMBERING = {
     "skipping": lambda cost: Scheduler(replace(cost, drafting=0.3), trees=False),
     "limited": lambda cost: chains(cost, tpot_seconds=0.9),
 }
+
+
+pytestmark = pytest.mark.learns  # by no clock: rounds say what they took
+
+
+def learning(cost, **how):
+    """Hull and fill, by costs and acceptances that earlier rounds have shown."""
+    return Scheduler(Experience(LearnedCosts(replace(cost, drafting=0.3), 2)), trees=False, **how)
+
+
+# Without a round before, the first one is not learnt from: the draft reads its prompt.
+EARLIER = [RoundOutcome((0,), torch.full((1, 2), 0.5), torch.tensor([1]), torch.tensor([0]), 1.0, draft_seconds=0.3)]
+
+
+def test_learning_from_earlier_rounds_keeps_the_distribution(no_benefit_of_the_doubt):
+    for seed in range(8):
+        world = World.random(seed, 6)
+        for how in ({}, {"skip": False}):
+            assert bias_of_two_rounds(learning(jagged_curve(seed), **how), world, 2, EARLIER) < EXACT
+
+
+def test_learning_from_the_present_round_is_caught(no_benefit_of_the_doubt):
+    biases = [
+        bias_of_two_rounds(learning(jagged_curve(seed), skip=False), World.random(seed, 6), 2, EARLIER, peeks=True)
+        for seed in range(8)
+    ]
+    assert max(biases) > 0.01
+
+
+def test_what_was_learnt_really_changes_the_second_round_in_those_enumerations(no_benefit_of_the_doubt):
+    plans = set()
+    for seed, accepted in itertools.product(range(8), range(3)):
+        policy = learning(jagged_curve(seed), skip=False)
+        for outcome in (*EARLIER, replace(EARLIER[0], lengths=torch.tensor([2]), num_accepted=torch.tensor([accepted]),
+                                          seconds=1.0 + 2 * accepted)):  # fmt: skip
+            policy.plan_draft(Load())
+            policy.observe(outcome)
+        plans.add((seed, int(policy.plan_verify(torch.tensor([[0.35, 0.5]]), torch.tensor([2]), Load())[0])))
+    assert len(plans) > 8
 
 
 @pytest.fixture

@@ -13,20 +13,19 @@ from hf_dspark.cpu import small_batch_gemm
 from hf_dspark.cpu.small_batch_gemm import Gain
 from hf_dspark.decoding.hook import default_policy
 from hf_dspark.scheduling import step_costs as profiling
-from hf_dspark.scheduling.costs import ThroughputTable
-from hf_dspark.scheduling.step_costs import Sample, ThroughputProfile, find_cost, known_profiles
+from hf_dspark.scheduling.costs import Load, ThroughputTable
+from hf_dspark.scheduling.step_costs import ThroughputProfile, find_cost, known_profiles
 
 SHIPPED = profiling.SHIPPED_TABLES
 
 
 @pytest.fixture(autouse=True)
-def own_cache(tmp_path, monkeypatch, steady_clock):
+def own_cache(tmp_path, monkeypatch):
     """Each test has an empty cache and no shipped tables, and has been told nothing."""
     shipped = tmp_path / "package"
     shipped.mkdir()
     monkeypatch.setenv("HF_DSPARK_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(profiling, "SHIPPED_TABLES", shipped)
-    monkeypatch.setattr(profiling, "_logged", set())
     known_profiles.cache_clear()
     yield shipped
     known_profiles.cache_clear()
@@ -49,10 +48,9 @@ def keep(profile, name="own.json", folder=None):
     known_profiles.cache_clear()
 
 
-def test_profile_is_remembered_found_again_and_named(target, draft, profile, caplog):
-    with caplog.at_level(logging.INFO, logger="hf_dspark"):
-        found = find_cost(target, draft)
-    assert f"{profile.machine.key}.json" in caplog.text
+def test_profile_is_remembered_found_again_and_named(target, draft, profile):
+    found = find_cost(target, draft)
+    assert found.provenance["table"] == f"{profile.machine.key}.json"
     assert isinstance(found, ThroughputTable) and found.verify_tokens == profile.table.verify_tokens
     assert found.steps_per_second == pytest.approx(profile.table.steps_per_second)
 
@@ -77,20 +75,10 @@ def test_measurements_hold_less_elsewhere_and_not_at_all_for_other_models(profil
         assert machine.distance(dataclasses.replace(machine, **change)) == distance
 
 
-def test_a_table_of_other_threads_is_taken_and_named_once(target, draft, profile, caplog):
+def test_a_table_of_other_threads_is_taken(target, draft, profile):
     other = dataclasses.replace(profile, machine=dataclasses.replace(profile.machine, threads=99))
     keep(other, f"{profile.machine.key}.json")
-    with caplog.at_level(logging.INFO, logger="hf_dspark"):
-        assert find_cost(target, draft) is not None and find_cost(target, draft) is not None
-    assert caplog.text.count("with 99 threads") == 1
-
-
-def test_a_missing_table_is_no_reason_for_a_warning(target, draft, caplog):
-    with caplog.at_level(logging.INFO, logger="hf_dspark"):
-        assert find_cost(target, draft) is None and find_cost(target, draft) is None
-    assert caplog.text.count("no throughput table fits these models") == 1
-    assert "profile_throughput(target, draft)" in caplog.text
-    assert {record.levelno for record in caplog.records} == {logging.INFO}
+    assert find_cost(target, draft).steps_per_second == pytest.approx(profile.table.steps_per_second)
 
 
 def test_shipped_tables_serve_until_the_machine_is_measured(target, draft, own_cache):
@@ -121,25 +109,16 @@ def test_a_broken_table_is_ignored_with_a_warning(target, draft, profile, caplog
     assert "ignoring the throughput table" in caplog.text and "broken.json" in caplog.text
 
 
-def test_measurements_that_scatter_or_fall_cannot_be_believed(profile):
-    samples = [Sample(1, 1 + length, 8, 1.2 if length == 5 else 0.1) for length in range(8)]  # 6 tokens beside 7
-    found = dataclasses.replace(profile, samples={"target": samples, "draft": samples[:1]})
-    assert found.fault == "a pass over 6 tokens took 12.0 times as long as one over 7"
-    scattered = [dataclasses.replace(samples[0], spread=0.8)]
-    assert profiling.fault_of(scattered) == "repetitions of one pass lay 80% of its time apart"
-    assert profiling.fault_of(profile.samples["target"]) is profile.fault is None
-
-
 @pytest.mark.parametrize("table", sorted(SHIPPED.glob("*.json")), ids=lambda path: path.name)
-def test_shipped_tables_can_be_believed(table):
-    assert ThroughputProfile.from_dict(json.loads(table.read_text())).fault is None
+def test_shipped_tables_can_be_read(table):
+    table = ThroughputProfile.from_dict(json.loads(table.read_text())).table
+    assert 0 < table.drafting < 1 / max(table.steps_per_second)
 
 
-def test_measured_tables_drive_the_scheduler_of_generate(target, draft, profile):
-    draft.config.sts_temperatures = {"default": [1.0] * draft.config.block_size}
+def test_measured_tables_are_where_the_scheduler_of_generate_begins(target, draft, profile):
     ids = torch.tensor([[5, 6, 7]])
     target.generate(ids, attention_mask=torch.ones_like(ids), assistant_model=draft, max_new_tokens=8)
     used = default_policy(draft, target)
     assert draft.last_stats.policy == used.to_dict() and used == Scheduler(used.cost)
-    assert used.cost.provenance["table"].endswith(f"{profile.machine.key}.json")
-    assert used.cost.verify_tokens == profile.table.verify_tokens
+    assert used.cost.name == f"learned from {find_cost(target, draft).name}"
+    assert used.cost.costs.at(Load()).verify_tokens == profile.table.verify_tokens

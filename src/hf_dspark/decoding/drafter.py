@@ -111,12 +111,12 @@ class Drafter:
         num_tokens = 0  # decided before anything is drawn, so it biases nothing
         if any(most) and self.policy.plan_draft(load):
             num_tokens = max(self.policy.limit_lengths(max_lengths, load).tolist())
-        plan, matches = None, []
+        siblings, plan, matches = self.policy.expected_siblings(self._siblings), None, []
         if num_tokens and self._grows_trees and self.policy.most_nodes > 0:
             matches = [self._match(request) for request in requests]
-            plan = self.policy.plan_tree(self._siblings, load, [match.chances for match in matches])
+            plan = self.policy.plan_tree(siblings, load, [match.chances for match in matches])
         if plan is not None:
-            drafts, drafted = self._draft_trees(requests, noise, plan, most, matches), plan.drafts
+            drafts, drafted = self._draft_trees(requests, noise, plan, siblings, most, matches), plan.drafts
         elif num_tokens and self.draft.drafts_blocks:
             drafts, drafted = self._draft_chains(requests, noise, num_tokens, max_lengths, load), True
         else:
@@ -161,11 +161,12 @@ class Drafter:
         requests: Sequence[Request],
         noise: BlockNoise | None,
         plan: TreePlan,
+        siblings: SiblingAcceptance,
         max_depths: Sequence[int],
         matches: Sequence[LookupMatch],
     ) -> Drafts:
         rooms = [self._room(request) for request in requests]
-        common = requests, plan, self._siblings, self._processor, max_depths, rooms, self._ends, matches
+        common = requests, plan, siblings, self._processor, max_depths, rooms, self._ends, matches
         if noise is None:
             sampler = BestTrees(*common)
         else:

@@ -14,7 +14,7 @@ from ..scheduling.costs import ThroughputTable
 from ..scheduling.options import DecodingOptions
 from ..scheduling.policies import ConfidenceThreshold, FullBlock, Policy
 from ..scheduling.scheduler import Scheduler
-from ..scheduling.step_costs import find_cost
+from ..scheduling.step_costs import experience_of
 from ..targets.adapters import restore_adapters
 from ..targets.compiled_target import CompiledTarget
 from ..targets.support import TargetSupport
@@ -179,21 +179,25 @@ def plan_call(
             stacklevel=2,
         )
     if threshold is None:
-        policy = options.policy or default_policy(draft, target, options.trees, support)
+        regime = config.do_sample, options.domain
+        policy = options.policy or default_policy(draft, target, options.trees, support, regime)
     else:  # the call's own comes first
         policy = ConfidenceThreshold(float(threshold)) if threshold else FullBlock()
     pads = device.type != "cpu" and CompiledTarget.of(support, options.compile) is not None
-    if pads and isinstance(policy, Scheduler) and policy.cost is not None:
+    if pads and isinstance(policy, Scheduler) and isinstance(policy.cost, ThroughputTable):
         policy = replace(policy, cost=policy.cost.padded())
     reasons += policy_obstacles(policy, draft, support, config.do_sample, max_drafts)
     return {"policy": policy, "max_drafts": max_drafts, "options": options, "support": support}, reasons
 
 
 def default_policy(
-    draft: DraftModel, target: PreTrainedModel, trees: bool | None = None, support: TargetSupport | None = None
+    draft: DraftModel,
+    target: PreTrainedModel,
+    trees: bool | None = None,
+    support: TargetSupport | None = None,
+    regime: tuple[bool, str | None] = (False, None),
 ) -> Policy:
-    """Return the scheduler if the draft is calibrated and the cost of this machine is known, else the full block, or a
-    tree of a usual size if trees are asked for."""
+    """Return the scheduler, with what earlier calls have taught of these models in a regime: `do_sample`, domain."""
     obstacle = f"{type(draft).__name__} takes a pass for each token"
     support = support or TargetSupport.of(target)
     if draft.grows_trees:
@@ -202,7 +206,5 @@ def default_policy(
         raise ValueError(f"DecodingOptions(trees=True) asks for trees of drafts, but {obstacle}: drop it")
     if not draft.drafts_blocks:
         return Scheduler(USUAL_COST, USUAL_NODES)
-    cost = None if draft.config.sts_temperatures is None else find_cost(target, draft, support.linears)
-    if cost is not None:
-        return Scheduler(cost, trees=trees if obstacle is None else False)
-    return Scheduler(num_nodes=USUAL_NODES) if trees else FullBlock()
+    experience = experience_of(target, draft, *regime, support.linears)
+    return Scheduler(experience, trees=trees if obstacle is None else False)

@@ -21,6 +21,7 @@ from transformers.generation import GenerationMode
 
 from ..models.auto import is_draft, refuse_misread, require_draft
 from ..models.modeling_draft import DraftModel
+from ..scheduling.step_costs import experience_of
 from ..targets.adapters import restore_adapters
 from ..targets.support import TargetSupport, restore
 from ..targets.transformers_api import generation_obstacles
@@ -86,8 +87,8 @@ def generate(original: Callable, target: PreTrainedModel, /, *args: Any, **kwarg
 
 
 def _attachment_for(target: PreTrainedModel, arguments: dict[str, Any]) -> tuple[Attachment | None, list[str]]:
-    """Return what is attached, if the call leaves it to that to decode it, and which mode no draft can assist:
-    transformers would only say that it is ignored."""
+    """Return what is attached, if the call leaves it to that to decode it, and why it shall not. In modes that no
+    draft can assist, transformers would only say that it is ignored."""
     attached = attachment_of(target)
     if attached is None or "assistant_model" in arguments or arguments.get("cache_implementation") == "paged":
         return None, []
@@ -95,7 +96,14 @@ def _attachment_for(target: PreTrainedModel, arguments: dict[str, Any]) -> tuple
     mode = config.get_generation_mode()
     if mode is GenerationMode.ASSISTED_GENERATION:  # by another drafter
         return None, []
-    return attached, [] if mode in DECODED else option_obstacles(config, target.generation_config, None, None)
+    if mode not in DECODED:
+        return attached, option_obstacles(config, target.generation_config, None, None)
+    draft = attached.draft
+    if draft is not None and draft.drafts_blocks and draft.decoding.policy is None:
+        linears = TargetSupport.of(target).linears
+        if experience_of(target, draft, config.do_sample, draft.decoding.domain, linears).skipped.rests():
+            return attached, ["drafting has not paid in earlier calls: it is tried again in one of 16"]
+    return attached, []
 
 
 @functools.lru_cache

@@ -1,8 +1,7 @@
-"""`calibrate(target, draft, prompts, ...)`: real rounds with whole blocks, and the calibration that they ask for.
-Then rounds with trees, and what to expect of their nodes."""
+"""`calibrate(target, draft, prompts, ...)`: real rounds with whole blocks, and the calibration that they ask for."""
 
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,33 +17,26 @@ from ..models.auto import require_pair
 from ..models.configuration_draft import CALIBRATED
 from ..models.modeling_draft import DraftModel
 from ..sampling.distributions import TokenDistribution
-from ..sampling.drafts import DraftBlock, DraftTrees
+from ..sampling.drafts import DraftBlock
 from ..sampling.verification import prefix_weights
 from ..scheduling.calibration import (
     CalibrationRounds,
     LogitFits,
     PositionCalibration,
-    SiblingTest,
     conditional_auc,
     fit_confidence,
-    fit_siblings,
     fit_temperatures,
     measure_calibration,
-    recorded_tests,
-    without_worse,
 )
-from ..scheduling.policies import FullBlock, Policy
+from ..scheduling.policies import FullBlock
 from ..scheduling.rounds import RoundOutcome
-from ..scheduling.scheduler import Scheduler
 from ..targets.fingerprint import fingerprint
-from ..targets.support import TargetSupport
 from .decode_prompts import decode_prompts, with_limit
 from .timed_decoding import decoding_as
 
 DEFAULT_DOMAIN = "default"
 DEFAULT_NEW_TOKENS = 128
 FEW_ROUNDS = 500
-RECORDED_NODES = 31  # of the trees that acceptances are fitted on
 CUT_OFFS = dict.fromkeys(
     ("assistant_confidence_threshold", "num_assistant_tokens"), "rounds are recorded with the full block, drop it"
 )
@@ -79,9 +71,10 @@ def calibrate(
     seed: int = 0,
     **generate_kwargs: Any,
 ) -> CalibrationReport:
-    """Fit the draft's confidences on real rounds, and what to expect of the nodes of trees.
+    """Fit the draft's confidences on real rounds.
 
-    Both are kept in its config: `generate()` uses them from then on, and `draft.save_pretrained` stores them.
+    The fits are kept in its config: `generate()` begins with them from then on, and corrects them by its own rounds.
+    `draft.save_pretrained` stores them.
 
     Args:
         target (`PreTrainedModel`): The model that decodes.
@@ -117,40 +110,15 @@ def calibrate(
 
     DSpark Section 3.2.1.
     """
-    prompts = list(several(prompts))  # they are read twice
-    reading = (processing_class, output_file, seed)
-    rounds = collect_rounds(target, draft, prompts, *reading, **generate_kwargs)
-    config = draft.config
+    rounds = collect_rounds(target, draft, several(prompts), processing_class, output_file, seed, **generate_kwargs)
     if len(rounds.num_accepted) < FEW_ROUNDS:
-        warnings.warn(
-            f"a calibration on {len(rounds.num_accepted)} rounds says little, and schedulers will rely on them: "
-            f"give prompts for {FEW_ROUNDS} rounds or more",
-            stacklevel=2,
-        )
-    do_sample = effective_config(target, generate_kwargs).do_sample
-    regime = "sampled" if do_sample else "greedy"
-    domain = domain or regime
-    temperatures, found = fit_temperatures(rounds), fit_confidence(rounds)
-    fits = without_worse(found, rounds)
-    raw = [position for position, (fit, kept) in enumerate(zip(found, fits, strict=True), start=1) if fit != kept]
-    if raw:
-        warnings.warn(
-            f"the raw confidence is kept at draft positions {raw}: the fit is worse there, or falls where the "
-            "confidence rises. Give more rounds; if it stays so, the confidence head needs more training",
-            stacklevel=2,
-        )
+        few = f"a calibration on {len(rounds.num_accepted)} rounds says little"
+        warnings.warn(f"{few}: give prompts for {FEW_ROUNDS} rounds or more", stacklevel=2)
+    domain = domain or ("sampled" if effective_config(target, generate_kwargs).do_sample else "greedy")
+    temperatures, fits = fit_temperatures(rounds), fit_confidence(rounds)
     config = draft.config
-    earlier = {name: getattr(config, name) for name in CALIBRATED}
     config.sts_temperatures = _with_domain(config.sts_temperatures, domain, temperatures)
     config.confidence_fits = _with_domain(config.confidence_fits, domain, [list(pair) for pair in fits])
-    try:  # trees grow by the new fits
-        if draft.grows_trees and TargetSupport.of(target).tree_obstacle is None:
-            tests = collect_siblings(target, draft, prompts, *reading, **generate_kwargs)
-            siblings = fit_siblings(tests, do_sample, config.block_size, rounds.survivals())
-            config.sibling_acceptance = (config.sibling_acceptance or {}) | {regime: siblings.to_dict()}
-    except BaseException:  # interruptions, too: a config holds a whole calibration or none of it
-        config.update(earlier)
-        raise
     sides = measure_calibration(rounds), measure_calibration(rounds, fits)
     return CalibrationReport(domain, len(rounds.logits), temperatures, fits, *sides, conditional_auc(rounds))
 
@@ -193,53 +161,9 @@ def collect_rounds(
         found = recorded_round(outcome, draft.config.block_size)
         return [{name: value.tolist() for name, value in vars(found).items()}]
 
-    reading = (prompts, processing_class, output_file, seed, generate_kwargs)
-    parts = _decode_and_record(target, draft, FullBlock(), record, *reading)
-    return CalibrationRounds.concatenate(
-        [CalibrationRounds(**{name: torch.tensor(value) for name, value in part.items()}) for part in parts]
-    )
-
-
-def collect_siblings(
-    target: PreTrainedModel,
-    draft: DraftModel,
-    prompts: Iterable[Any],
-    processing_class: PreTrainedTokenizerBase | None = None,
-    output_file: str | Path | None = None,
-    seed: int = 0,
-    **generate_kwargs: Any,
-) -> list[SiblingTest]:
-    """Decode prompts with large trees and record every test of a node; resumed as [`collect_rounds`] is."""
-    if output_file is not None:
-        output_file = f"{str(output_file).removesuffix('.jsonl')}.trees.jsonl"
-
-    def record(outcome: RoundOutcome) -> list[tuple[int, int, float, bool]]:
-        if not isinstance(outcome.drafts, DraftTrees):
-            return []
-        pairs = zip(outcome.drafts.trees, outcome.paths, strict=True)
-        return [test for tree, path in pairs for test in recorded_tests(tree, path)]
-
-    reading = (prompts, processing_class, output_file, seed, generate_kwargs)
-    parts = _decode_and_record(target, draft, Scheduler(num_nodes=RECORDED_NODES), record, *reading)
-    return [SiblingTest(*part) for part in parts]
-
-
-def _decode_and_record(
-    target: PreTrainedModel,
-    draft: DraftModel,
-    policy: Policy,
-    record: Callable[[RoundOutcome], list[Any]],
-    prompts: Iterable[Any],
-    processing_class: PreTrainedTokenizerBase | None,
-    output_file: str | Path | None,
-    seed: int,
-    generate_kwargs: Mapping[str, Any],
-) -> list[Any]:
-    """Return what `record` keeps of all rounds, prompt after prompt."""
     read = [as_chat(row, processing_class) for row in read_prompts(prompts)]
     first_turns = [token_ids(prompt, processing_class) for prompt in read]  # fails before anything is decoded
     refuse_made_here("calibrate", target, generate_kwargs, max_length="use max_new_tokens", **CUT_OFFS)
-    options = with_limit(target, {"max_new_tokens": DEFAULT_NEW_TOKENS} | generate_kwargs)
     journal, found, rounds = None, {}, []
     if output_file is not None:
         config = draft.config.to_dict()
@@ -252,14 +176,12 @@ def _decode_and_record(
             "draft_config": digest({name: each for name, each in config.items() if name not in NOT_RECORDED}),
             "target": fingerprint(target),
         }
-        if policy.most_nodes > 0:  # trees grow by the confidence
-            settings["fits"] = config["confidence_fits"]
         journal = Journal(output_file, settings)
         found = {("", entry["index"], entry["turn"]): entry for entry in journal.entries}
-    if policy.most_nodes == 0:  # on the call, so that a threshold in the target's generation config does not count
-        options |= {"assistant_confidence_threshold": 0.0, "num_assistant_tokens": draft.config.block_size}
+    # On the call, so that a threshold in the target's generation config does not count.
+    options |= {"assistant_confidence_threshold": 0.0, "num_assistant_tokens": draft.config.block_size}
     observer = lambda outcome: rounds.extend(record(outcome))  # noqa: E731
-    with decoding_as(draft, policy=policy, prompt_lookup=False, domain=None, observer=observer):
+    with decoding_as(draft, policy=FullBlock(), prompt_lookup=False, domain=None, observer=observer):
         for answer in decode_prompts(
             target, {"": read}, processing_class, draft, seed=seed, raise_errors=True, progress="collecting rounds",
             done={key: entry["token_ids"] for key, entry in found.items()}, **options,
@@ -269,7 +191,10 @@ def _decode_and_record(
             rounds.clear()
             if journal is not None:
                 journal.append(found[answer.key])
-    return [each for key in sorted(found) for each in found[key]["rounds"]]
+    parts = [part for key in sorted(found) for part in found[key]["rounds"]]
+    return CalibrationRounds.concatenate(
+        [CalibrationRounds(**{name: torch.tensor(value) for name, value in part.items()}) for part in parts]
+    )
 
 
 def recorded_round(outcome: RoundOutcome, block_size: int) -> CalibrationRounds:

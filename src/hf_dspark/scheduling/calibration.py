@@ -74,12 +74,6 @@ class CalibrationRounds:
         reached = torch.arange(self.block_size) <= self.num_accepted[:, None]
         return torch.where(reached, self.acceptance.double(), 0.0)
 
-    def survivals(self) -> list[float]:
-        """Return how often the first 1..γ tokens were all accepted where so many were verified, `[γ]`."""
-        accepted, seen = self.realised_labels(), torch.arange(self.block_size) < self.proposed[:, None]
-        shares = (accepted * seen).sum(dim=0) / seen.sum(dim=0).clamp(min=1)
-        return shares.cummin(dim=0).values.tolist()
-
     @classmethod
     def concatenate(cls, parts: Sequence["CalibrationRounds"]) -> "CalibrationRounds":
         """Join rounds of several prompts."""
@@ -145,28 +139,9 @@ def fit_confidence(rounds: CalibrationRounds) -> LogitFits:
     labels, fits = rounds.integrated_labels(), []
     for position in range(1, rounds.block_size + 1):
         reached = (rounds.proposed >= position) & (rounds.num_accepted >= position - 1)
-        fits.append(fit_logits(rounds.logits[reached, position - 1].double(), labels[reached, position - 1]))
+        fit = fit_logits(rounds.logits[reached, position - 1].double(), labels[reached, position - 1])
+        fits.append(fit if fit[0] > 0 else RAW)  # one that falls says that the head knows nothing there
     return fits
-
-
-def without_worse(fits: LogitFits, rounds: CalibrationRounds) -> LogitFits:
-    """Return fits with the raw confidence instead of those that fall, or raise the ECE of the survival up to their
-    position; all raw if the mean ECE rises."""
-    labels = rounds.integrated_labels()
-
-    def error(chosen: LogitFits) -> float:
-        position = len(chosen)
-        seen = rounds.proposed >= position
-        predicted = calibrated_confidence(rounds.logits[seen, :position], chosen).double().prod(dim=-1)
-        return expected_calibration_error(predicted, labels[seen, position - 1])
-
-    def all_errors(chosen: LogitFits) -> float:
-        return sum(error(chosen[:place]) for place in range(1, len(chosen) + 1))
-
-    kept: list[tuple[float, float]] = []
-    for fit in fits:
-        kept = min([[*kept, each] for each in (RAW, fit) if each[0] > 0], key=error)
-    return min(kept, [RAW] * len(fits), key=all_errors)
 
 
 def fit_logits(logits: torch.Tensor, labels: torch.Tensor) -> tuple[float, float]:

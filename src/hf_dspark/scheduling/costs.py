@@ -14,7 +14,7 @@ import numpy as np
 
 from ..files import digest, replace_text
 
-USUAL_GROWTH = 1.5  # drafting of a tree over that of a chain, where it was not measured
+USUAL_GROWTH = 1.5  # where it was not measured
 
 
 @dataclass(frozen=True)
@@ -51,11 +51,8 @@ class ThroughputTable:
         steps_per_second (`Sequence[float]`): SPS of whole rounds, drafting included; positive.
         drafting (`float`): Seconds of each round that are spent drafting.
         context_seconds (`float`): Seconds that each cached token adds to a round.
-        trees (`Sequence[tuple[int, float]]`): Nodes of a tree, and the seconds of a round of one request that draws
-            and verifies so many; increasing. Empty where trees were not measured.
-        best_trees (`Sequence[tuple[int, float]]`): The same of trees of the draft's best tokens, as if its chains
-            were drawn, as those of all other rounds here are. Empty where they were not measured: then `trees` stands
-            for both.
+        growth (`tuple[float, float]`): Drafting of trees over that of chains: of the draft's best tokens, and of drawn
+            ones.
         provenance (`dict`): Where the numbers come from; written along.
 
     Raises:
@@ -77,8 +74,7 @@ class ThroughputTable:
     drafting: float = 0.0
     context_seconds: float = 0.0
     provenance: dict[str, Any] = field(default_factory=dict)
-    trees: Sequence[Sequence[float]] = ()
-    best_trees: Sequence[Sequence[float]] = ()
+    growth: tuple[float, float] = (USUAL_GROWTH, USUAL_GROWTH)
 
     def __post_init__(self) -> None:
         tokens, rates = self.verify_tokens, self.steps_per_second
@@ -95,11 +91,6 @@ class ThroughputTable:
         bad = [rate for rate in rates if not (isinstance(rate, Real) and math.isfinite(rate) and rate > 0)]
         if bad:
             raise ValueError(f"steps_per_second must be positive numbers, got {bad[0]!r}")
-        for name in ("trees", "best_trees"):
-            pairs = [tuple(pair) for pair in getattr(self, name)]
-            fine = all(len(pair) == 2 and pair[0] >= 1 and pair[1] > 0 for pair in pairs)
-            if pairs != sorted(set(pairs)) or not fine:
-                raise ValueError(f"{name} must be increasing numbers of nodes with positive seconds, got {pairs}")
         shortest = 1 / max(rates)
         if not 0.0 <= self.drafting < shortest:
             raise ValueError(
@@ -178,33 +169,15 @@ class ThroughputTable:
         """Return the seconds of a round that grows and verifies trees of 0..`num_nodes` nodes for each request,
         `[num_nodes + 1]`. `is_drawn` tells whether nodes are drawn, or the draft's best tokens."""
         chains = self.round_seconds(load, num_nodes * load.num_requests)[:: load.num_requests]
-        if not self.trees:
-            return chains + (USUAL_GROWTH - 1) * self.drafting
-        nodes, seconds = np.array(self.trees if is_drawn else self.best_trees or self.trees).T
-        if load.base_tokens > 1:
-            # Of several requests the growth is known, of one tree as large as the smallest that was measured.
-            growth = max(0.0, float(seconds[0] - self.seconds_of([1 + int(nodes[0])])[0]))
-            return chains + growth * load.num_requests
-        chain, counts = self.seconds_of(1 + np.arange(num_nodes + 1)), np.arange(num_nodes + 1)
-        first = min(chain[min(num_nodes, int(nodes[0]))], seconds[0])
-        grown = np.where(counts < nodes[0], chain + seconds[0] - first, np.interp(counts, nodes, seconds))
-        return grown + self.context_cost(load)
+        return chains + (self.growth[is_drawn] - 1) * self.drafting
 
     def padded(self) -> "ThroughputTable":
         """Return the table of passes that are padded to 2, 4, 8, ... tokens: each costs what its padded size costs."""
         sizes = [2**power for power in range(1, 1 + max(1, (self.verify_tokens[-1] - 1).bit_length()))]
         ranges = [(1, 2), *((size // 2 + 1, size) for size in sizes[1:])]
         rates = [rate for rate in 1 / self.seconds_of(sizes) for _ in range(2)]
-
-        def trees(pairs: Sequence[Sequence[float]]) -> list[tuple[int, float]]:  # of n nodes: passes of n + 1 tokens
-            nodes, seconds = zip(*pairs, strict=True)
-            measured = [(max(2, first), end) for first, end in ranges if first - 1 <= nodes[-1] and nodes[0] < end]
-            each = ((count, end) for first, end in measured for count in (first, end))
-            return sorted({(count - 1, float(np.interp(end - 1, nodes, seconds))) for count, end in each})
-
-        known = {name: trees(pairs) for name in ("trees", "best_trees") if (pairs := getattr(self, name))}
         tokens = [count for both in ranges for count in both]
-        return replace(self, verify_tokens=tokens, steps_per_second=rates, **known)
+        return replace(self, verify_tokens=tokens, steps_per_second=rates)
 
     def to_sglang(self) -> dict[str, Any]:
         """Return SGLang's 1-D table; fields that its reader ignores carry the rest."""
@@ -214,8 +187,7 @@ class ThroughputTable:
             "max_batch_tokens": int(self.verify_tokens[-1]),
             "draft_seconds": self.drafting,
             "context_seconds": self.context_seconds,
-            "trees": [list(pair) for pair in self.trees],
-            "best_trees": [list(pair) for pair in self.best_trees],
+            "growth": list(self.growth),
             "provenance": self.provenance,
         }
 
@@ -237,8 +209,7 @@ class ThroughputTable:
             steps_per_second=tuple(table["sample_steps_per_sec"]),
             drafting=table.get("draft_seconds", 0.0),
             context_seconds=table.get("context_seconds", 0.0),
-            trees=tuple(map(tuple, table.get("trees", ()))),
-            best_trees=tuple(map(tuple, table.get("best_trees", ()))),
+            growth=tuple(table.get("growth", (USUAL_GROWTH, USUAL_GROWTH))),
             provenance=table.get("provenance", {}),
         )
 

@@ -16,14 +16,14 @@ class DecodingOptions:
     """How to decode with a draft: `draft.decoding` holds for `generate()`, other functions take one for a call.
 
     Args:
-        policy ([`Policy`], *optional*): Whether to draft and how much of a block is verified. Default:
-            [`Scheduler`] if the draft is calibrated and this machine's throughput is known; else [`FullBlock`].
-        trees (`bool`, *optional*): Whether the default policy drafts trees. Default: where calibration has measured
-            them, and the target can verify them.
+        policy ([`Policy`], *optional*): Whether to draft and how much of a block is verified. Default: [`Scheduler`]
+            with what earlier rounds have taught; then samples depend on the clock, not on a seed alone.
+        trees (`bool`, *optional*): Whether the default policy drafts trees. Default: where earlier rounds have shown
+            that they pay, and the target can verify them.
         prompt_lookup (`bool`): Whether trees also get a branch of what followed an earlier match of the text's end.
         other_tokens (`int` or `Callable`): Tokens per step that the rest of the engine adds to the target's forward
             pass, or a function that returns them.
-        domain (`str`, *optional*): Whose temperatures calibrate the confidences. Default: the sampling regime's.
+        domain (`str`, *optional*): Whose calibration, and whose earlier rounds, count. Default: the sampling regime's.
         observer (`Callable`, *optional*): Is called with the [`RoundOutcome`] of each round.
         use_transformers_loop (`bool`): Whether transformers' own assisted loop verifies and commits, one sequence at
             a time; for comparison.

@@ -17,6 +17,7 @@ import torch
 
 from ..files import plain_json, shortened
 from .costs import Load, ThroughputTable
+from .learning import Experience
 from .ranking import survival
 from .rounds import RoundOutcome
 from .tree_plans import SiblingAcceptance, TreePlan
@@ -84,6 +85,10 @@ class Policy:
         """
         return max_lengths.clone()
 
+    def expected_siblings(self, known: SiblingAcceptance) -> SiblingAcceptance:
+        """Return what to expect of the nodes of trees, given what the draft's config says of it."""
+        return known
+
     def plan_tree(
         self, siblings: SiblingAcceptance, load: Load, matches: Sequence[Sequence[float]] = ()
     ) -> TreePlan | None:
@@ -108,7 +113,8 @@ class Policy:
         values = {name: value for name, value in vars(self).items() if isinstance(value, (str, int, float))}
         if dataclasses.is_dataclass(self):
             values = {part.name: getattr(self, part.name) for part in dataclasses.fields(self) if part.init}
-        named = {name: each.name if isinstance(each, ThroughputTable) else each for name, each in values.items()}
+        costs = ThroughputTable | Experience
+        named = {name: each.name if isinstance(each, costs) else each for name, each in values.items()}
         return {"name": type(self).__name__, **plain_json(named)}
 
 

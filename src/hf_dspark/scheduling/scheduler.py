@@ -15,6 +15,7 @@ import torch
 
 from ..sampling.drafts import DraftTrees
 from .costs import Load, ThroughputTable
+from .learning import Experience, LearnedAcceptance, ReprobeCounter
 from .policies import Policy, require_types
 from .ranking import Ranking, first_drop
 from .rounds import RoundOutcome
@@ -24,11 +25,9 @@ NUM_NODES = 31  # of a request's tree, where a cost limits it, too
 # Tokens after the stop survive less than the first one left out. Without a decay, filling goes too far where the curve
 # is a noisy straight line. Its exact value matters little (benchmarks/scheduler.py).
 FILL_DECAY = 0.7
-REPROBE_AFTER = 16  # rounds that taught nothing
 PRIOR_ACCEPTANCE = 0.8  # expected of each slot of an unknown request
 PRIOR_ROUNDS = 3  # how many rounds that expectation counts for
 RECENT_ROUNDS = 10  # older rounds fade
-PRIOR_TOKENS = 8.0  # of a request, promised and kept, before its first round
 SAME_CONTEXT = 256  # cached tokens: so many more do not change the choice
 LEAST_GAIN = 1.03  # of trees over chains, as predicted: measured step times are no better than that
 
@@ -47,11 +46,11 @@ class Scheduler(Policy):
     draft does not run.
 
     Args:
-        cost ([`ThroughputTable`], *optional*): What a round costs on this machine. Without one, each round drafts the
-            best `num_nodes` of each request.
+        cost ([`ThroughputTable`] or `Experience`, *optional*): What a round costs on this machine, as measured, or as
+            earlier rounds have shown. Without one, each round drafts the best `num_nodes` of each request.
         num_nodes (`int`, *optional*): Nodes of a request's tree at most, 1 to 63. Default with a cost: 31.
         trees (`bool`, *optional*): Whether trees are drafted where they pay and the target can verify them. Default:
-            if calibration has measured what their nodes bring.
+            if calibration or earlier rounds have shown what their nodes bring.
         skip (`bool`): Whether rounds go without drafting where it does not pay.
         lag (`int`): If positive, the number of verified tokens follows from the confidences of so many rounds ago, by
             an unconstrained search, and this round's best tokens fill it. Chains only. DSpark Section 5.2.
@@ -75,7 +74,7 @@ class Scheduler(Policy):
     DSpark Algorithm 1, with a causal repair for jagged curves; AdaSpec Section 5.1 for a one-pass drafter.
     """
 
-    cost: ThroughputTable | None = None
+    cost: ThroughputTable | Experience | None = None
     num_nodes: int | None = None
     trees: bool | None = None
     skip: bool = True
@@ -84,7 +83,7 @@ class Scheduler(Policy):
 
     def __post_init__(self) -> None:
         needs_cost = self.num_nodes is None or self.lag != 0 or self.tpot_seconds is not None
-        if not isinstance(self.cost, ThroughputTable | None) or (self.cost is None and needs_cost):
+        if not isinstance(self.cost, ThroughputTable | Experience | None) or (self.cost is None and needs_cost):
             raise TypeError(
                 f"{type(self).__name__} needs the cost of a step on this machine, got {type(self.cost).__name__}: "
                 "pass hf_dspark.profile_throughput(target, draft).table, or ThroughputTable.load(file)"
@@ -103,7 +102,11 @@ class Scheduler(Policy):
         self._latest: dict[int, Sequence[float]] = {}  # survivals of the last round; empty if it was skipped
         self._block_size = 0  # the longest block so far
         self._gain = 1.0  # of the last round's trees over chains
-        self._skipped, self._cut = ReprobeCounter(), ReprobeCounter()
+        self._experience = known = self.cost if isinstance(self.cost, Experience) else None
+        self._acceptance = LearnedAcceptance() if known is None else known.acceptance
+        self._skipped = ReprobeCounter() if known is None else known.skipped
+        self._cut, self._load = ReprobeCounter(), Load(())  # the load of the latest round
+        self._served: Sequence[int] = ()  # by the round before
         self._rankings: deque[Ranking] = deque(maxlen=self.lag)  # of the last rounds
         self._block_tokens = math.inf  # that uncut rounds lately brought a request
         # What to expect by the load, without prompt lookup: it is the same in most rounds.
@@ -120,6 +123,7 @@ class Scheduler(Policy):
     # ---- whether to draft
 
     def plan_draft(self, load: Load) -> bool:
+        self._load = load
         for memory in (self._forecasts, self._latest):
             for request in memory.keys() - set(load.request_ids):
                 del memory[request]
@@ -127,33 +131,43 @@ class Scheduler(Policy):
             return False
         if self.cost is None or not self.skip:
             return True
+        if self._experience is not None and self._experience.costs.plain.look_again():
+            return False
         expected = {request: forecast.survival for request, forecast in self._forecasts.items()}
+        if not expected and self._unknown.survival:
+            expected = dict.fromkeys(load.request_ids, self._unknown.survival)
         if not expected or self._pays(load, expected) or self._pays(load, self._latest):
-            self._skipped.rounds = 0
+            self._skipped.reset()
             return True
         return self._skipped.look_again()
+
+    @property
+    def _unknown(self) -> "BlockForecast":
+        """What is expected of a request before its first round."""
+        return BlockForecast(() if self._experience is None else self._acceptance.survival)
+
+    def _cost_of(self, load: Load) -> ThroughputTable:
+        return self.cost if self._experience is None else self._experience.costs.at(load)
 
     def _pays(self, load: Load, known: dict[int, Sequence[float]]) -> bool:
         if not known:
             return False
         # New requests are expected to be like the others. All verify the same length, as in AdaSpec: a lower bound of
         # what is got out of the same tokens.
-        biases = [self._forecasts[request].acceptance_bias for request in known]
-        columns = zip(*known.values(), strict=True)
-        means = [sum(map(operator.mul, biases, column)) / len(biases) for column in columns]
+        means = [sum(column) / len(known) for column in zip(*known.values(), strict=True)]
         best = (_kept(load, np.array(means)) / self._seconds_by_size(load, len(means))).max()
-        return self._gain * best > load.base_tokens / self.cost.plain_seconds(load)
+        return self._gain * best > load.base_tokens / self._cost_of(load).plain_seconds(load)
 
     def _seconds_by_size(self, load: Load, most: int) -> np.ndarray:
         """Return the seconds of rounds that verify 0..most tokens of each request."""
-        return self.cost.round_seconds(load, most * load.num_requests)[:: load.num_requests]
+        return self._cost_of(load).round_seconds(load, most * load.num_requests)[:: load.num_requests]
 
     def _meets_limit(self, load: Load) -> bool:
         looks_again = self._cut.look_again()
         # Drafting is of no use for less than one token.
-        if float(self.cost.round_seconds(load, 1)[1]) <= self.allowed_seconds or looks_again:
+        if float(self._cost_of(load).round_seconds(load, 1)[1]) <= self.allowed_seconds or looks_again:
             return True
-        plain = self.cost.plain_seconds(load)
+        plain = self._cost_of(load).plain_seconds(load)
         if plain > self.tpot_seconds:
             warnings.warn(
                 f"the limit of {self.tpot_seconds:g} s per token cannot be met: a step without drafting takes longer. "
@@ -175,7 +189,7 @@ class Scheduler(Policy):
             return all_tokens
         # Up to the first B that is too slow. A larger B that is fast enough again could only be used by looking at
         # tokens after those at the slow ones.
-        fitting = self.cost.round_seconds(load, all_tokens) <= self.allowed_seconds
+        fitting = self._cost_of(load).round_seconds(load, all_tokens) <= self.allowed_seconds
         return max(0, int(fitting.cumprod().sum()) - 1)
 
     def limit_lengths(self, max_lengths: torch.Tensor, load: Load) -> torch.Tensor:
@@ -184,32 +198,37 @@ class Scheduler(Policy):
     def plan_verify(self, confidence: torch.Tensor | None, max_lengths: torch.Tensor, load: Load) -> torch.Tensor:
         if self.cost is None:
             return max_lengths.clamp(max=self.num_nodes)
-        ranking, all_tokens = Ranking.of(confidence, max_lengths), int(max_lengths.sum())
+        ranking = Ranking.of(self._acceptance.corrected(confidence), max_lengths)
+        all_tokens = int(max_lengths.sum())
         capacity = self._capacity(all_tokens, load)
         if capacity >= all_tokens:
-            self._cut.rounds = 0
+            self._cut.reset()
         # Among the tokens that the cap leaves, the choice is as causal as without it. To give the cap to those that
         # were chosen, once it is known how many they are, would not be.
         return ranking.lengths(min(self._num_admitted(ranking, all_tokens, load), capacity))
 
     def _num_admitted(self, ranking: Ranking, all_tokens: int, load: Load) -> int:
         """Return how many of the ranked tokens are worth verifying, of so many that could be sent."""
+        cost = self._cost_of(load)
         if self.lag and len(self._rankings) == self.lag:
             old = self._rankings[0]
-            searched = int(old.throughput(self.cost, replace(load, request_ids=range(old.num_requests))).argmax())
+            searched = int(old.throughput(cost, replace(load, request_ids=range(old.num_requests))).argmax())
             capacity = round(searched * load.num_requests / old.num_requests)  # requests may have come or gone
             return min(capacity, len(ranking.survivals))
         # The hull covers all tokens that could be sent. One that ended after the last possible survivor would not be
         # causal.
-        hull, vertices = self.cost.hull(load.base_tokens, load.base_tokens + all_tokens)
+        hull, vertices = cost.hull(load.base_tokens, load.base_tokens + all_tokens)
         kept = ranking.kept(load)
-        stop = first_drop(kept / (hull[: len(kept)] + self.cost.context_cost(load)))
+        stop = first_drop(kept / (hull[: len(kept)] + cost.context_cost(load)))
         if stop < len(ranking.survivals):
             last = min([*(vertex for vertex in vertices if vertex > stop), all_tokens])
-            seconds = self.cost.round_seconds(load, last)[stop:]
+            seconds = cost.round_seconds(load, last)[stop:]
             hoped = ranking.survivals[stop] * FILL_DECAY
             stop += int(((kept[stop] + hoped * np.arange(len(seconds))) / seconds).argmax())
         return stop
+
+    def expected_siblings(self, known: SiblingAcceptance) -> SiblingAcceptance:
+        return self._acceptance.siblings(known)
 
     def plan_tree(
         self, siblings: SiblingAcceptance, load: Load, matches: Sequence[Sequence[float]] = ()
@@ -218,19 +237,23 @@ class Scheduler(Policy):
             return None
         if self.cost is None:
             return BudgetPlan(self.num_nodes, siblings)
+        is_new = self._experience is not None and self.trees is None and not siblings.is_measured
+        if is_new and self._acceptance.wants_trees:
+            self._gain = 1.0
+            return BudgetPlan(self.num_nodes, siblings)
         every, plan = self.num_nodes * load.num_requests, None
         in_all = self._capacity(every, load)
         if self.trees or siblings.is_measured:
             plan = self._priced_plan(siblings, load, matches, in_all)
         self._gain = 1.0 if plan is None else plan.gain
         if plan is not None and in_all == every:
-            self._cut.rounds = 0
+            self._cut.reset()
         return plan
 
     def _priced_plan(
         self, siblings: SiblingAcceptance, load: Load, matches: Sequence[Sequence[float]], in_all: int
     ) -> TreePlan | None:
-        key = siblings, load.num_requests, load.other_tokens, load.context_tokens // SAME_CONTEXT
+        key = siblings, self._cost_of(load), load.num_requests, load.other_tokens, load.context_tokens // SAME_CONTEXT
         if self._usual is None or self._usual[0] != key:
             self._usual = key, *self._forecasts_without_matches(siblings, load)
         _, chain_rate, best, alone = self._usual
@@ -254,9 +277,10 @@ class Scheduler(Policy):
         self, siblings: SiblingAcceptance, load: Load
     ) -> tuple[float, "TreeForecast", "TreeForecast"]:
         """Return tokens per second of the best chains, and the forecasts of trees and of rounds without the draft."""
-        of_chain, grown = siblings.of_chain(), self.cost.tree_seconds(load, self.num_nodes, siblings.is_drawn)
+        cost, of_chain = self._cost_of(load), siblings.of_chain()
+        grown = cost.tree_seconds(load, self.num_nodes, siblings.is_drawn)
         chain_rates = _kept(load, of_chain) / self._seconds_by_size(load, len(of_chain))
-        looked_up = self._seconds_by_size(load, self.num_nodes) - self.cost.drafting
+        looked_up = self._seconds_by_size(load, self.num_nodes) - cost.drafting
         trees = TreeForecast(siblings.best_nodes(self.num_nodes), grown, load)
         return float(chain_rates.max()), trees, TreeForecast(np.zeros(self.num_nodes), looked_up, load, drafts=False)
 
@@ -267,40 +291,28 @@ class Scheduler(Policy):
             new, old = float((outcome.num_accepted + 1).double().mean()), self._block_tokens
             self._block_tokens = new if math.isinf(old) else 0.9 * old + 0.1 * new
         self._latest.clear()
-        if outcome.confidence is None:
+        # In a first round, the draft also reads the prompt.
+        is_usual = outcome.request_ids == self._load.request_ids and set(outcome.request_ids) <= set(self._served)
+        if self._experience is not None and is_usual:
+            self._experience.costs.observe(self._load, outcome)
+        self._served, confidence = outcome.request_ids, outcome.confidence
+        self._acceptance.observe(outcome)
+        if confidence is not None and not isinstance(outcome.drafts, DraftTrees):
+            confidence = self._acceptance.corrected(confidence)
+        if confidence is None:
             return
-        size = outcome.confidence.shape[1]
+        size = confidence.shape[1]
         if self.lag:
-            full = torch.full((len(outcome.confidence),), size, device="cpu")
-            self._rankings.append(Ranking.of(outcome.confidence, full))
+            full = torch.full((len(confidence),), size, device="cpu")
+            self._rankings.append(Ranking.of(confidence, full))
         self._block_size = max(self._block_size, size)
         # A tree that is shallower than its neighbours says nothing of deeper slots.
-        confidences = ([each for each in row if not math.isnan(each)] for row in outcome.confidence.tolist())
+        confidences = ([each for each in row if not math.isnan(each)] for row in confidence.tolist())
         survivals = [[*itertools.accumulate(row, operator.mul)] for row in confidences]
-        if isinstance(outcome.drafts, DraftTrees):
-            promised = [sum(tree.survivals) for tree in outcome.drafts.trees]
-        else:
-            promised = [sum(row[:sent]) for row, sent in zip(survivals, outcome.lengths.tolist(), strict=True)]
-        kept = outcome.num_accepted.tolist()
-        for request, row, *tokens in zip(outcome.request_ids, survivals, promised, kept, strict=True):
-            self._latest[request] = _extended(row, self._block_size)
-            self._forecasts[request] = self._forecasts.get(request, BlockForecast()).after(
-                self._latest[request], *tokens
-            )
-
-
-@dataclass
-class ReprobeCounter:
-    """Forces a full draft after some rounds in a row that were skipped or cut short, and taught nothing."""
-
-    rounds: int = 0
-    is_looking: bool = False  # whether the present round is drafted in full for that reason
-
-    def look_again(self) -> bool:
-        """Count a round, and tell whether it is time."""
-        self.is_looking = self.rounds >= REPROBE_AFTER
-        self.rounds = 0 if self.is_looking else self.rounds + 1
-        return self.is_looking
+        for request, row in zip(outcome.request_ids, survivals, strict=True):
+            self._latest[request] = latest = _extended(row, self._block_size)
+            self._forecasts[request] = self._forecasts.get(request, self._unknown).after(latest)
+            self._acceptance.expect(row)
 
 
 @dataclass(frozen=True)
@@ -310,20 +322,13 @@ class BlockForecast:
     # Mean of a_k, [γ]. A mean of products, as good slots come together: the product of means would promise too little.
     survival: Sequence[float] = ()
     rounds: int = 0  # how many it rests on, beside the prior
-    promised: float = PRIOR_TOKENS  # draft tokens: the sum of the survivals of those that were verified
-    kept: float = PRIOR_TOKENS  # draft tokens that were accepted
 
-    @property
-    def acceptance_bias(self) -> float:
-        """Ratio of accepted to predicted tokens: a text may be harder than it looks."""
-        return self.kept / self.promised
-
-    def after(self, survival: Sequence[float], promised: float, kept: float) -> "BlockForecast":
+    def after(self, survival: Sequence[float]) -> "BlockForecast":
         """Return the forecast after one more round; survivals of older rounds fade."""
         weight = max(1 / RECENT_ROUNDS, 1 / (PRIOR_ROUNDS + self.rounds + 1))
-        pairs = zip(_extended(self.survival, len(survival)), survival, strict=True)
+        pairs = zip(_extended(self.survival, len(survival)), survival, strict=False)
         mean = [(1 - weight) * before + weight * now for before, now in pairs]
-        return BlockForecast(mean, self.rounds + 1, self.promised + promised, self.kept + kept)
+        return BlockForecast(mean, self.rounds + 1)
 
 
 @dataclass(frozen=True)

@@ -1,18 +1,18 @@
 """Find the measured step costs that fit a target, a draft and this machine: this user's own or a shipped table."""
 
 import hashlib
-import itertools
 import json
 import logging
 import os
 import platform
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from huggingface_hub.constants import HF_HOME
@@ -22,13 +22,12 @@ from ..cpu import fast_linears
 from ..files import replace_text
 from ..provenance import device_name
 from .costs import ThroughputTable
+from .learning import Experience, LearnedCosts
 
 logger = logging.getLogger(__name__)
 
 GEOMETRY = ("hidden_size", "num_hidden_layers", "intermediate_size", "num_attention_heads", "num_key_value_heads",
             "vocab_size")  # fmt: skip
-LARGEST_FALL = 1.5  # of a pass over fewer tokens against one over more, which steps of the hardware can explain
-LARGEST_SPREAD = 0.5  # of the repetitions of a pass
 SHIPPED_TABLES = Path(__file__).parents[1] / "tables"
 
 
@@ -86,58 +85,24 @@ class Machine:
 
 
 @dataclass(frozen=True)
-class Sample:
-    """Median time of one kind of forward pass."""
-
-    requests: int
-    verify_tokens: int  # of the pass; for a draft the requests, one block each
-    context_tokens: int  # cached, of all requests together
-    seconds: float
-    spread: float = 0.0  # how far apart the middle half of its repetitions lies, as a part of the median
-
-
-def fault_of(samples: Iterable[Sample]) -> str | None:
-    """Return why passes of target or draft cannot be believed; `None` if they can. Other work slows some of them."""
-    samples = list(samples)
-    spread = max((sample.spread for sample in samples), default=0.0)
-    if spread > LARGEST_SPREAD:
-        return f"repetitions of one pass lay {spread:.0%} of its time apart"
-    for few, many in itertools.permutations(samples, 2):
-        is_alike = (few.requests, few.context_tokens) == (many.requests, many.context_tokens)
-        if is_alike and few.verify_tokens < many.verify_tokens and few.seconds > LARGEST_FALL * many.seconds:
-            times = f"{few.seconds / many.seconds:.1f} times as long"
-            return f"a pass over {few.verify_tokens} tokens took {times} as one over {many.verify_tokens}"
-    return None
-
-
-@dataclass(frozen=True)
 class ThroughputProfile:
-    """A measurement of one machine: the table, and the samples that it was made from."""
+    """A table, and the machine that it holds for."""
 
     machine: Machine
-    table: ThroughputTable  # at the shortest context: one request up to γ+1 tokens, full blocks of several beyond
-    samples: dict[str, list[Sample]]  # of `target`, `draft`, and rounds with trees
-
-    @property
-    def fault(self) -> str | None:
-        """Why the measurement cannot be believed; `None` if it can."""
-        return next(filter(None, map(fault_of, self.samples.values())), None)
+    table: ThroughputTable  # one request up to γ+1 tokens, full blocks of several beyond
 
     def save(self, path: str | Path) -> None:
         """Write JSON that SGLang reads as a 1-D SPS table."""
         fields = self.table.to_sglang() | {"machine": asdict(self.machine)}
-        fields["samples"] = {name: [list(asdict(s).values()) for s in part] for name, part in self.samples.items()}
-        lines = ",\n".join(f"{json.dumps(name)}: {json.dumps(value)}" for name, value in fields.items())
         Path(path).parent.mkdir(parents=True, exist_ok=True)
-        replace_text(Path(path), f"{{\n{lines}\n}}\n")
+        replace_text(Path(path), json.dumps(fields, indent=1) + "\n")
 
     @classmethod
     def from_dict(cls, content: Mapping[str, Any], name: str | None = None) -> "ThroughputProfile":
         table = ThroughputTable.from_sglang(content)
         if name is not None:
             table = replace(table, provenance={"table": name} | table.provenance)
-        samples = {name: [Sample(*values) for values in part] for name, part in content["samples"].items()}
-        return cls(Machine(**content["machine"]), table, samples)
+        return cls(Machine(**content["machine"]), table)
 
 
 def cache_folder() -> Path:
@@ -154,37 +119,75 @@ def known_profiles() -> dict[str, ThroughputProfile]:
     for name, path in paths.items():
         try:
             profiles[name] = ThroughputProfile.from_dict(json.loads(path.read_text()), name)
-        except (ValueError, KeyError, TypeError) as error:
+        except (OSError, ValueError, KeyError, TypeError) as error:
             logger.warning("ignoring the throughput table %s: %s", path, error)
     return profiles
-
-
-_logged: set[str] = set()
 
 
 def find_cost(
     target: PreTrainedModel, draft: PreTrainedModel, linears: Sequence[torch.nn.Module] = ()
 ) -> ThroughputTable | None:
     """Return the measured cost that fits these models on this machine best, or `None`: the nearest by
-    `Machine.distance`, among equals this user's own. What is found is logged once, at the level of information."""
+    `Machine.distance`, among equals this user's own."""
     machine, profiles = Machine.of(target, draft, linears), known_profiles()
     distances = {name: profile.machine.distance(machine) for name, profile in profiles.items()}
     fitting = [name for name, distance in distances.items() if distance is not None]  # own ones first
     name = min(fitting, key=distances.get, default=None)
-    if machine.key not in _logged:
-        _logged.add(machine.key)
-        found = (
-            "no throughput table fits these models: verifying full blocks. `hf-dspark profile` or "
-            "hf_dspark.profile_throughput(target, draft) measures one"
-        )
-        if name is not None:
-            measured_on = profiles[name].machine
-            found = (
-                f"scheduling verification by the throughput table {name}, measured on {measured_on.device} with "
-                f"{measured_on.threads} threads"
-            )
-        logger.info("%s. This is %s, %s, %d threads", found, machine.device, machine.dtype, machine.threads)
     return None if name is None else profiles[name].table
+
+
+# What earlier calls have taught, by draft and target.
+_experiences: WeakKeyDictionary[PreTrainedModel, WeakKeyDictionary[PreTrainedModel, dict]] = WeakKeyDictionary()
+
+
+def experience_of(
+    target: PreTrainedModel,
+    draft: PreTrainedModel,
+    do_sample: bool = False,
+    domain: str | None = None,
+    linears: Sequence[torch.nn.Module] = (),
+) -> Experience:
+    """Return what earlier calls with these models have taught on this machine. Costs begin with the table that fits
+    best, or an estimate, and are kept among this user's tables; acceptance is forgotten with the process."""
+    known = _experiences.setdefault(draft, WeakKeyDictionary()).setdefault(target, {})
+    machine = Machine.of(target, draft, linears)
+    key = machine.key, do_sample, domain
+    if key not in known:
+        begin = find_cost(target, draft, linears) or estimated_cost(target, draft)
+        keep = partial(keep_profile, machine, end=".learned.json")
+        costs = known.get(machine.key) or LearnedCosts(begin, draft.config.block_size, keep)
+        known[machine.key], known[key] = costs, Experience(costs)
+    return known[key]
+
+
+def keep_profile(machine: Machine, table: ThroughputTable, end: str = ".json", **facts: Any) -> None:
+    """Store what rounds have taught: later processes begin with it."""
+    provenance = {"device": machine.device, "dtype": machine.dtype, "threads": machine.threads, **machine.versions}
+    profile = ThroughputProfile(machine, replace(table, provenance=provenance | facts))
+    profile.save(cache_folder() / f"{machine.key}{end}")
+
+
+def read_again() -> None:
+    """Let calls begin with the tables that are there now."""
+    known_profiles.cache_clear()
+    _experiences.clear()
+
+
+def estimated_cost(target: PreTrainedModel, draft: PreTrainedModel) -> ThroughputTable:
+    """Return what rounds may cost where nothing was measured: a pass reads all weights once, and some tokens of a
+    pass hide behind that. The first rounds correct it."""
+    is_cpu, config = target.device.type == "cpu", draft.config
+    bandwidth, hidden_tokens = (2e10, 16) if is_cpu else (1e12, 256)  # bytes per second
+
+    def seconds_of(*modules: torch.nn.Module | None) -> float:
+        weights = (weight for each in modules if each is not None for weight in each.parameters())
+        return sum(weight.numel() * weight.element_size() for weight in weights) / bandwidth
+
+    passes = config.block_size if config.is_autoregressive else 1
+    plain, drafting = seconds_of(target), passes * seconds_of(draft, target.get_output_embeddings())
+    tokens = (1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32, 48, 64, 128, 256, 512)
+    rates = [1 / (plain * (1 + (count - 1) / hidden_tokens) + drafting) for count in tokens]
+    return ThroughputTable(tokens, rates, drafting, provenance={"table": "estimate"})
 
 
 @lru_cache(maxsize=1)

@@ -79,9 +79,6 @@ class SiblingAcceptance:
         """Return the survivals of a chain, `[γ]`: counted, or those of the first children of the mean tree."""
         return np.array(self.chain) if self.chain else np.cumprod([row[0] for row in self.means])
 
-    def to_dict(self) -> dict[str, list]:
-        return {name: np.array(getattr(self, name)).tolist() for name in ("fits", "means", "best", "chain")}
-
 
 def usual_acceptance(is_drawn: bool, block_size: int) -> SiblingAcceptance:
     """Return what holds for many drafts, for one of which nothing was measured."""

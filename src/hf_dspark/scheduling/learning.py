@@ -1,0 +1,262 @@
+"""What earlier rounds teach the default policy: what rounds cost here, and how often draft tokens are accepted.
+
+All of it is known before the round that it decides about, so that policies stay causal. Older rounds fade.
+"""
+
+import contextlib
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+from ..sampling.drafts import DraftTrees
+from .calibration import RAW, SiblingTest, fit_siblings, recorded_tests
+from .costs import Load, ThroughputTable
+from .rounds import RoundOutcome
+from .tree_plans import LEAST_PROBABILITY, SiblingAcceptance
+
+RECENT = 15  # rounds whose median says how fast the machine is
+LARGEST_STEP = 0.5  # of the logarithm of a time, whatever a single round took
+LEAST_WEIGHT = 0.05  # of one more round
+REQUESTS = (1, 2, 4, 8, 16, 32, 64, 128)
+FIRST_PLAIN, RARELY = 4, 256  # rounds until the first one without drafts, and between later ones at most
+REPROBE_AFTER, LONGEST_WAIT = 16, 64  # rounds that taught nothing
+KEPT_AFTER = 64  # rounds; again when there are twice as many
+FORGETTING = 0.995  # of what confidences said, with each round
+PRIOR_PRECISION = (8.0, 0.5)  # of slope 1 and offset 0, in rounds that say as much
+TREES_AFTER, TREES_TRIED = 16, 16  # rounds with chains before trees are tried, and how many
+TESTS_KEPT = 4096  # of nodes, some hundred rounds
+
+
+class LearnedCurve:
+    """Seconds by size. It begins with a known or guessed shape, and rounds bend it.
+
+    The median of some rounds gives the scale. By what the middle one of these differs from it, the curve is bent at
+    sizes near its own, in the logarithm and by bounded steps: it tends to the median there, and a change of the load
+    bends nothing. Whatever was seen, a larger size never takes less time.
+    """
+
+    def __init__(self, sizes: Sequence[int], seconds: Sequence[float], context_seconds: float = 0.0) -> None:
+        self._sizes, self._logs = np.log2(sizes), np.log(seconds)
+        self._weights, self._scale = np.zeros(len(sizes)), 1.0
+        self._rounds: deque[tuple[float, float, float]] = deque(maxlen=RECENT)  # size, seconds, cached tokens
+        self._context_seconds = context_seconds
+        self._context, self._spread = 0.0, 0.0  # mean and variance of the cached tokens
+
+    @property
+    def context_seconds(self) -> float:
+        """Seconds that each cached token adds."""
+        return self._context_seconds * self._scale
+
+    @property
+    def seconds(self) -> np.ndarray:
+        """Of all sizes, `[n]`."""
+        rising, falling = np.maximum.accumulate(self._logs), np.minimum.accumulate(self._logs[::-1])[::-1]
+        return np.exp((rising + falling) / 2) * self._scale
+
+    def at(self, sizes: float | np.ndarray) -> np.ndarray:
+        """Return the seconds of some sizes."""
+        return np.interp(np.log2(sizes), self._sizes, self.seconds)
+
+    def add(self, size: float, seconds: float, context: int = 0) -> None:
+        """Learn from one round of a size, with so many cached tokens."""
+        self._rounds.append((np.log2(size), max(seconds, 1e-9), context))
+        places, taken, contexts = np.array(self._rounds).T
+        bases = np.exp(np.interp(places, self._sizes, self._logs)) + self._context_seconds * contexts
+        errors = np.log(taken / bases)
+        scale, middle = np.median(errors), len(errors) // 2
+        self._scale = float(np.exp(scale))
+        if len(errors) < RECENT:
+            return
+        step = np.clip(errors[middle] - scale, -LARGEST_STEP, LARGEST_STEP)
+        near = 8.0 ** -np.abs(self._sizes - places[middle])
+        self._weights += near
+        self._logs += step * near * np.maximum(1 / (1 + self._weights), LEAST_WEIGHT)
+        away = contexts[middle] - self._context
+        self._context += away * (LEAST_WEIGHT if self._spread else 1.0)
+        self._spread += LEAST_WEIGHT * (away**2 - self._spread)
+        slope = LEAST_WEIGHT * step * bases[middle] * away / (self._spread + away**2 + 1.0)
+        self._context_seconds = max(0.0, self._context_seconds + slope)
+
+
+@dataclass
+class ReprobeCounter:
+    """Tells when to look again at what the rounds in a row before did not do: ever more rarely, if that is in vain."""
+
+    first: int = REPROBE_AFTER  # rounds
+    most: int = REPROBE_AFTER
+    is_looking: bool = False  # whether the present round does it for that reason
+
+    def __post_init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        self.rounds, self._wait, self._calls = 0, self.first, 0
+
+    def look_again(self) -> bool:
+        """Count a round, and tell whether it is time."""
+        self.is_looking = self.rounds >= self._wait
+        if self.is_looking:
+            self._wait = min(2 * self._wait, self.most)
+        self.rounds = 0 if self.is_looking else self.rounds + 1
+        return self.is_looking
+
+    def rests(self) -> bool:
+        """Tell whether a whole call shall do without drafts, as looking again was in vain: 15 of 16 do."""
+        self._calls += self._wait == self.most
+        return self._calls % REPROBE_AFTER > 0
+
+
+class LearnedCosts:
+    """What rounds cost on this machine, in all calls of a draft and target. `keep` stores the table now and then."""
+
+    def __init__(self, known: ThroughputTable, block_size: int, keep: Callable[..., Any] | None = None) -> None:
+        self.name = f"learned from {known.name}"
+        self._tokens, self._blocks = known.verify_tokens, np.array(known.verify_tokens) / (1 + block_size)
+        self._keep = keep
+        passes = known.seconds_of(self._tokens) - known.drafting
+        self._passes = LearnedCurve(self._tokens, passes, known.context_seconds)
+        self._drafting = LearnedCurve(REQUESTS, [max(known.drafting, 1e-3 * passes[0])] * len(REQUESTS))
+        self._growth = [LearnedCurve((1,), (growth,)) for growth in known.growth]
+        self.rounds, self.plain = 0, ReprobeCounter(FIRST_PLAIN, RARELY)
+        self._tables: dict[int, tuple[int, ThroughputTable]] = {}  # by the number of requests, and when it was made
+
+    def at(self, load: Load) -> ThroughputTable:
+        """Return the costs of rounds of so many requests, as known before the coming one."""
+        requests = max(1, load.num_requests)
+        made, table = self._tables.get(requests, (-1, None))
+        if table is None or self.rounds - made > min(RECENT, made // 4):
+            table = self._table(requests)
+            self._tables[requests] = self.rounds, table
+        return table
+
+    def table(self) -> ThroughputTable:
+        """Return the costs of one request up to γ+1 tokens, and of full blocks of several beyond."""
+        return self._table(self._blocks.clip(1))
+
+    def _table(self, requests: float | np.ndarray) -> ThroughputTable:
+        """Return the costs of so many requests, one number for all tokens or one for each."""
+        passes, drafting = self._passes.seconds, self._drafting.at(requests) + np.zeros(len(self._tokens))
+        rates, growth = (1 / (passes + drafting)).tolist(), tuple(float(each.seconds[0]) for each in self._growth)
+        costs = float(drafting[0]), self._passes.context_seconds
+        return ThroughputTable(self._tokens, tuple(rates), *costs, growth=growth)
+
+    def observe(self, load: Load, outcome: RoundOutcome) -> None:
+        """Learn from a round whose requests had all been decoded before: new ones let the draft read their prompts."""
+        self.rounds += 1
+        tokens, drafting = load.base_tokens + int(outcome.lengths.sum()), outcome.draft_seconds
+        self._passes.add(tokens, outcome.seconds - drafting, load.context_tokens)
+        if not outcome.drafted:
+            self.plain.rounds = 0
+        elif isinstance(outcome.drafts, DraftTrees):
+            is_drawn = any(tree.distributions for tree in outcome.drafts.trees)
+            self._growth[is_drawn].add(1, drafting / float(self._drafting.at(load.num_requests)))
+        else:
+            self._drafting.add(load.num_requests, drafting)
+        if self._keep is not None and self.rounds >= KEPT_AFTER and self.rounds & (self.rounds - 1) == 0:
+            with contextlib.suppress(OSError):  # a read-only place: the next process learns again
+                self._keep(self.table(), learned_rounds=self.rounds)
+
+
+class LearnedAcceptance:
+    """How often draft tokens are accepted: of one draft and target, sampling regime and domain.
+
+    Corrects confidences: a slope and an offset of the logit by position, fitted by maximum likelihood to what was
+    accepted, round after round. What is learnt of one position is that of tokens whose predecessors were accepted.
+    """
+
+    def __init__(self) -> None:
+        self._fits = np.empty((0, 2))
+        self._precision = np.empty((0, 2, 2))
+        self.survival: list[float] = []  # what a block of an unknown request is expected to bring, [γ]
+        self.rounds = self.tree_rounds = self._idle = 0
+        self._tests: deque[SiblingTest] = deque(maxlen=TESTS_KEPT)
+        self._siblings: SiblingAcceptance | None = None
+
+    def corrected(self, confidence: torch.Tensor) -> torch.Tensor:
+        """Return c_k `[R, γ]` as earlier rounds correct them."""
+        self._reserve(confidence.shape[1])
+        slopes, offsets = torch.from_numpy(self._fits[: confidence.shape[1]]).unbind(dim=-1)
+        logits = confidence.cpu().double().logit(LEAST_PROBABILITY)
+        corrected = (slopes.clamp_min(0.0) * logits + offsets).sigmoid().to(confidence)
+        return corrected.where((confidence > 0) & (confidence < 1) & (self.rounds > 0), confidence)
+
+    def observe(self, outcome: RoundOutcome) -> None:
+        """Learn from a round."""
+        if isinstance(outcome.drafts, DraftTrees):
+            self._observe_trees(outcome)
+        elif outcome.confidence is not None:
+            self.rounds += 1
+            self._observe_chains(outcome.confidence.cpu(), outcome.lengths, outcome.num_accepted)
+            self._idle = 0
+        self._idle += 1
+
+    def expect(self, survivals: Sequence[float]) -> None:
+        """Let the survivals of a block, `[n]`, be expected of others."""
+        weight = max(1 / (2 + self.rounds), LEAST_WEIGHT)
+        known = [*self.survival, *survivals[len(self.survival) :]]
+        mixed = [(1 - weight) * old + weight * new for old, new in zip(known, survivals, strict=False)]
+        self.survival = [*mixed, *known[len(mixed) :]]
+
+    def _observe_chains(self, confidence: torch.Tensor, lengths: torch.Tensor, accepted: torch.Tensor) -> None:
+        size = confidence.shape[1]
+        self._reserve(size)
+        places = torch.arange(size)
+        reached = ((places < lengths[:, None]) & (places <= accepted[:, None])).numpy()
+        logits = confidence.double().nan_to_num(0.0).logit(LEAST_PROBABILITY).numpy()
+        is_right = (places < accepted[:, None]).numpy()
+        known = np.stack([logits, np.ones_like(logits)], axis=-1)  # [R, γ, 2]
+        fits, precision, prior = self._fits[:size], self._precision[:size], np.diag(PRIOR_PRECISION)
+        predicted = 1 / (1 + np.exp(-(known * fits).sum(axis=-1)))
+        weights = np.where(reached, predicted * (1 - predicted), 0.0)
+        kept = FORGETTING**self._idle
+        precision *= kept
+        precision += (1 - kept) * prior + np.einsum("rk,rki,rkj->kij", weights, known, known)
+        errors = np.where(reached, is_right - predicted, 0.0)
+        pull = np.einsum("rk,rki->ki", errors, known) + (1 - FORGETTING) * (RAW - fits) @ prior
+        fits += np.linalg.solve(precision, pull[..., None])[..., 0]
+
+    def _reserve(self, size: int) -> None:
+        """Begin with the raw confidences."""
+        missing = max(0, size - len(self._fits))
+        self._fits = np.concatenate([self._fits, np.tile(RAW, (missing, 1))])
+        self._precision = np.concatenate([self._precision, np.tile(np.diag(PRIOR_PRECISION), (missing, 1, 1))])
+
+    # ---- trees
+
+    @property
+    def wants_trees(self) -> bool:
+        """Whether a few rounds with trees shall show what these bring."""
+        return self.rounds >= TREES_AFTER and self.tree_rounds < TREES_TRIED
+
+    def siblings(self, known: SiblingAcceptance) -> SiblingAcceptance:
+        """Return what to expect of the nodes of trees: what calibration has measured, else what rounds have shown."""
+        return known if known.is_measured or self._siblings is None else self._siblings
+
+    def _observe_trees(self, outcome: RoundOutcome) -> None:
+        self.tree_rounds += 1
+        trees, count = outcome.drafts.trees, self.tree_rounds
+        if count > TREES_TRIED and count % 8 and count & (count - 1):
+            return
+        for tree, path in zip(trees, outcome.paths, strict=True):
+            self._tests += recorded_tests(tree, path)
+        if self._tests and count >= TREES_TRIED and count & (count - 1) == 0:
+            is_drawn, size = any(tree.distributions for tree in trees), len(self.survival)
+            if size and max(test.depth for test in self._tests) < size:
+                self._siblings = fit_siblings(self._tests, is_drawn, size, self.survival)
+
+
+@dataclass(frozen=True)
+class Experience:
+    """What the default policy goes by: it learns in every call, and begins each one with what it knows."""
+
+    costs: LearnedCosts
+    acceptance: LearnedAcceptance = field(default_factory=LearnedAcceptance)
+    skipped: ReprobeCounter = field(default_factory=lambda: ReprobeCounter(most=LONGEST_WAIT))
+
+    @property
+    def name(self) -> str:
+        return self.costs.name

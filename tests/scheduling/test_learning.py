@@ -1,0 +1,187 @@
+"""What rounds teach: step times, acceptance, and when not to draft."""
+
+import json
+import threading
+
+import numpy as np
+import pytest
+import torch
+
+from hf_dspark.scheduling import step_costs
+from hf_dspark.scheduling.costs import Load, ThroughputTable
+from hf_dspark.scheduling.learning import Experience, LearnedAcceptance, LearnedCosts, LearnedCurve, ReprobeCounter
+from hf_dspark.scheduling.rounds import RoundOutcome
+from hf_dspark.scheduling.scheduler import Scheduler
+from hf_dspark.scheduling.step_costs import ThroughputProfile, cache_folder, experience_of, known_profiles
+
+pytestmark = pytest.mark.learns
+SIZES = (1, 2, 4, 8, 16, 32)
+
+
+@pytest.fixture
+def noise():
+    return np.random.default_rng(0)
+
+
+# ---- step times
+
+
+def test_a_curve_finds_times_that_it_was_not_told_whatever_single_rounds_take(noise):
+    truth = 0.01 * (1 + np.array(SIZES) / 10)
+    curve = LearnedCurve(SIZES, np.full(6, 3.0))
+    for _ in range(400):
+        place = noise.integers(6)
+        outlier = 20.0 if noise.random() < 0.05 else 1.0
+        curve.add(SIZES[place], truth[place] * outlier * np.exp(noise.normal(0, 0.1)))
+    assert curve.seconds == pytest.approx(truth, rel=0.1)
+    assert float(curve.at(6)) == pytest.approx(0.016, rel=0.1)
+
+
+def test_a_curve_follows_the_load_and_carries_over_what_it_was_not_shown():
+    curve = LearnedCurve(SIZES, 1 + np.array(SIZES) / 10)
+    for seconds in (0.018, 0.036):  # twice as slow from then on
+        for _ in range(20):
+            curve.add(8, seconds)
+        assert curve.seconds == pytest.approx(seconds / 1.8 * (1 + np.array(SIZES) / 10), rel=0.02)
+
+
+def test_a_larger_pass_never_takes_less_time():
+    curve = LearnedCurve(SIZES, (1, 1, 1, 1, 1, 1))
+    for size, seconds in ((8, 2.0), (16, 0.5), (1, 3.0)) * 20:
+        curve.add(size, seconds)
+    assert (np.diff(curve.seconds) >= 0).all()
+
+
+def test_cached_tokens_cost_what_rounds_of_several_depths_show(noise):
+    curve = LearnedCurve(SIZES, (1,) * 6)
+    for _ in range(1500):
+        context = int(noise.integers(10, 4000))
+        curve.add(8, 0.02 + 1e-5 * context, context)
+    assert curve.context_seconds == pytest.approx(1e-5, rel=0.2)
+    for context in (200, 3800):
+        assert float(curve.at(8)) + curve.context_seconds * context == pytest.approx(0.02 + 1e-5 * context, rel=0.3)
+
+
+# ---- acceptance
+
+
+def test_confidences_are_corrected_by_position_and_older_rounds_fade(noise):
+    learned, shown = LearnedAcceptance(), torch.tensor([[0.9, 0.8]])
+    assert torch.equal(learned.corrected(shown), shown)
+    for chances in ((0.9, 0.3), (0.4, 0.9)):
+        for _ in range(900):
+            accepted = int((noise.random(2) < chances).cumprod().sum())
+            learned.observe(RoundOutcome((0,), shown, torch.tensor([2]), torch.tensor([accepted]), 1.0))
+        assert learned.corrected(shown)[0].tolist() == pytest.approx(list(chances), abs=0.12)
+    assert learned.corrected(torch.tensor([[0.0, 1.0]])).tolist() == [[0.0, 1.0]]  # a broken slot stays one
+    assert learned.corrected(torch.tensor([[0.5, 0.7, 0.6]]))[0, 2] == pytest.approx(0.6)
+
+
+# ---- whether to draft
+
+
+class Machine:
+    """A machine and a draft, played round by round against a scheduler."""
+
+    def __init__(self, scheduler, noise):
+        self.scheduler, self.noise, self.seconds = scheduler, noise, 0.0
+
+    def play(self, rounds, chance, drafting=0.4):
+        """Return the share of rounds that were drafted, and the tokens per second."""
+        load, drafted, tokens, started = Load(), 0, 0, self.seconds
+        for _ in range(rounds):
+            drafts, confidence, length, accepted = self.scheduler.plan_draft(load), None, 0, 0
+            if drafts:
+                confidence = torch.full((1, 7), 0.8)
+                length = int(self.scheduler.plan_verify(confidence, torch.tensor([7]), load)[0])
+                accepted = int((self.noise.random(length) < chance).cumprod().sum())
+            seconds = (1 + 0.05 * length) * self.noise.uniform(0.9, 1.1)
+            lengths, extra = torch.tensor([length]), drafting * drafts
+            past = (0,), confidence, lengths, torch.tensor([accepted]), seconds + extra, drafts
+            self.scheduler.observe(RoundOutcome(*past, draft_seconds=extra))
+            drafted, tokens, self.seconds = drafted + drafts, tokens + 1 + accepted, self.seconds + seconds + extra
+        return drafted / rounds, tokens / (self.seconds - started)
+
+
+def test_drafting_that_never_pays_ends_and_begins_again_when_it_pays(noise):
+    experience = Experience(LearnedCosts(ThroughputTable((1, 8, 64), (50, 48, 40), 0.001), 7))
+    machine = Machine(Scheduler(experience, trees=False), noise)
+    machine.play(200, chance=0.02)
+    share, rate = machine.play(2000, chance=0.02)
+    assert share < 0.03 and rate > 0.97
+    machine.scheduler = machine.scheduler.fresh()  # a later call
+    assert not machine.scheduler.plan_draft(Load())
+    machine.play(300, chance=0.8)
+    share, rate = machine.play(500, chance=0.8)
+    assert share > 0.97 and rate > 1.8
+
+
+def test_plain_steps_are_looked_at_ever_more_rarely(noise):
+    experience = Experience(LearnedCosts(ThroughputTable((1, 8, 64), (50, 48, 40), 0.001), 7))
+    machine = Machine(Scheduler(experience, trees=False), noise)
+    shares = [machine.play(rounds, chance=0.9)[0] for rounds in (50, 200, 1000)]
+    assert shares[0] < shares[1] < shares[2] and shares[2] > 0.99
+
+
+def test_looking_again_becomes_rarer_until_it_pays():
+    counter = ReprobeCounter(most=64)
+    waits, rounds = [], 0
+    for _ in range(300):
+        rounds += 1
+        if counter.look_again():
+            waits, rounds = [*waits, rounds], 0
+    assert waits == [17, 33, 65, 65, 65]
+    counter.reset()
+    assert [counter.look_again() for _ in range(17)] == [False] * 16 + [True]
+
+
+# ---- what is kept
+
+
+@pytest.fixture
+def own_cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_DSPARK_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(step_costs, "SHIPPED_TABLES", tmp_path)
+    known_profiles.cache_clear()
+    yield tmp_path / "cache"
+    known_profiles.cache_clear()
+
+
+def taught(target, draft, rounds=64):
+    costs = experience_of(target, draft).costs
+    for _ in range(rounds):
+        nothing = torch.tensor([0])
+        costs.observe(Load(), RoundOutcome((0,), None, nothing, nothing, 0.25, drafted=False))
+    return costs
+
+
+def test_what_was_learnt_is_where_the_next_process_begins(target, draft, own_cache):
+    taught(target, draft, 63)
+    assert not own_cache.exists()
+    costs = taught(target, draft, 1)
+    (kept,) = own_cache.glob("*.learned.json")
+    assert ThroughputProfile.from_dict(json.loads(kept.read_text())).table.provenance["learned_rounds"] == 64
+    known_profiles.cache_clear()
+    step_costs._experiences.clear()
+    again = experience_of(target, draft).costs
+    assert again is not costs and again.at(Load()).plain_seconds(Load()) == pytest.approx(0.25)
+    kept.write_text(kept.read_text()[:40])  # a disk that was full
+    known_profiles.cache_clear()
+    step_costs._experiences.clear()
+    assert "estimate" in experience_of(target, draft).name
+
+
+def test_writers_do_not_meet_and_a_read_only_place_is_no_fault(target, draft, own_cache, monkeypatch):
+    table = taught(target, draft).table()
+    machine = step_costs.Machine.of(target, draft)
+    writers = [
+        threading.Thread(target=step_costs.keep_profile, args=(machine, table, ".learned.json")) for _ in range(8)
+    ]
+    for writer in writers:
+        writer.start()
+    for writer in writers:
+        writer.join()
+    assert [path.name for path in cache_folder().iterdir()] == [f"{machine.key}.learned.json"]
+    ThroughputProfile.from_dict(json.loads(next(own_cache.iterdir()).read_text()))
+    monkeypatch.setenv("HF_DSPARK_CACHE", "/proc/nowhere")
+    taught(target, draft, 64)
