@@ -2,14 +2,16 @@
 
 import itertools
 import math
+from dataclasses import fields, replace
 
 import pytest
 import torch
 
 from hf_dspark.sampling import verification
-from hf_dspark.sampling.distributions import TokenDistribution
+from hf_dspark.sampling.distributions import Scores, TokenDistribution
 from hf_dspark.sampling.drafts import DraftBlock
-from hf_dspark.sampling.verification import prefix_weights, verify_chains
+from hf_dspark.sampling.noise import BlockNoise
+from hf_dspark.sampling.verification import prefix_weights, verify, verify_chains
 from tests.distributions import outcomes
 from tests.sampling.test_trees import World, completed
 
@@ -148,3 +150,22 @@ def test_no_token_is_drawn_where_the_target_has_no_distribution(after, accepted,
     target, uniforms = TokenDistribution(torch.tensor([after])), (torch.zeros(1, 2), torch.tensor([0.3]))
     found = verify_chains(block, torch.tensor([2]), target, *uniforms)
     assert found.num_accepted.tolist() == [accepted] and found.next_token_ids.tolist() == [following]
+
+
+def test_rows_are_verified_as_alone_when_the_end_of_one_makes_their_number_fit_a_narrower_block():
+    generator, ends = torch.Generator().manual_seed(0), frozenset({4})
+    for _ in range(20):
+        noise = BlockNoise(*torch.rand(2, 2, 3, generator=generator), torch.rand(2, generator=generator))
+        scores, logits = Scores(torch.randn(6, 5, generator=generator)), torch.zeros(6)
+        distribution = TokenDistribution(torch.rand(2, 3, 5, generator=generator).softmax(dim=-1))
+        block = DraftBlock(torch.tensor([[1, 4, 0], [1, 0, 0]]), distribution, ends=ends)
+        together = verify(replace(block, lengths=torch.tensor([3, 1])), scores, [0, 4], noise, logits)
+        for row, (first, sent, cut) in enumerate([(0, 4, 2), (4, 2, 1)]):
+            one = [row]
+            alone = replace(
+                block, token_ids=block.token_ids[one], distribution=distribution[one], lengths=torch.tensor([cut])
+            )
+            own = BlockNoise(*(getattr(noise, part.name)[one] for part in fields(noise)))
+            found = verify(alone, scores[first : first + sent], [0], own, logits[:sent])
+            assert found.num_accepted.item() == together.num_accepted[row]
+            assert found.next_token_ids.item() == together.next_token_ids[row]

@@ -126,11 +126,11 @@ def walk_tree(tree: DraftTree, target_ids: Sequence[int]) -> tuple[list[int], in
 
 def by_rows(scores: Scores, first_rows: Sequence[int], width: int) -> Scores:
     """Return packed scores by row, `[R, width]`; places after a row's own mean nothing."""
-    if len(scores.values) == len(first_rows) * width:
+    num_scores = len(scores.values)
+    if [*first_rows, num_scores] == list(range(0, num_scores + 1, width)):  # rows that were cut have more
         ids = scores.candidate_ids
         return Scores(scores.values.unflatten(0, (-1, width)), None if ids is None else ids.unflatten(0, (-1, width)))
-    last = len(scores.values) - 1
-    places = [[min(first + place, last) for place in range(width)] for first in first_rows]
+    places = [[min(first + place, num_scores - 1) for place in range(width)] for first in first_rows]
     return scores[to_device(places, scores.values.device)]
 
 
