@@ -34,6 +34,7 @@ SUBSTITUTES = {
     "rows[200:]": "rows[2:]",
     "rows[:200]": "rows[:2]",
     "num_train_epochs=4": "num_train_epochs=1",
+    "compile=True": 'compile="auto"',  # tests/decoding/test_compiled.py has no compiler to wait for
     "--num_train_epochs 6": "--max_steps 3",
 }
 # Commands that are not run, and why.

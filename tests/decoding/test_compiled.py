@@ -203,7 +203,7 @@ OBSTACLES = {
 @pytest.mark.parametrize("name", OBSTACLES)
 def test_what_cannot_be_compiled_is_decoded_without_and_named_once(name, graphs, pair, monkeypatch):
     pair, (prepare, reason) = (copy.deepcopy(pair[0]), pair[1]), OBSTACLES[name]
-    expected = decoded(pair, 1, DecodingOptions(), **DRAWN)
+    expected = decoded(pair, 1, DecodingOptions(policy=FullBlock()), **DRAWN)
     if name == "compiler":
         monkeypatch.setattr(fixed_cache, "BACKEND", broken_backend)
     if name == "memory":
@@ -216,7 +216,8 @@ def test_what_cannot_be_compiled_is_decoded_without_and_named_once(name, graphs,
     implementation = pair[0].config._attn_implementation
     with pytest.warns(UserWarning, match=f"without compiled graphs, because .*{reason}") as said:
         for _ in range(2):
-            assert torch.equal(decoded(pair, 1, DecodingOptions(compile=True), **DRAWN), expected)
+            options = DecodingOptions(policy=FullBlock(), compile=True)
+            assert torch.equal(decoded(pair, 1, options, **DRAWN), expected)
     assert len([each for each in said if "compiled graphs" in str(each.message)]) == 1 and not graphs
     assert pair[0].config._attn_implementation == implementation
     assert name == "hook" or not any(module._forward_hooks for module in pair[0].modules())
