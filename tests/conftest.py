@@ -214,6 +214,8 @@ def _nothing_learned(monkeypatch, request):
         monkeypatch.setattr("hf_dspark.scheduling.step_costs.estimated_cost", lambda *_: flat)
         monkeypatch.setattr(LearnedCosts, "observe", lambda *_: None)
         monkeypatch.setattr(LearnedAcceptance, "wants_trees", False)
+        monkeypatch.setattr("hf_dspark.scheduling.learning.FIRST_PLAIN", 10**9)
+        monkeypatch.setattr(LearnedAcceptance, "_observe_chains", lambda *_: None)
     if not torch.cuda.is_available():  # of a pretended device
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "pretended")
 

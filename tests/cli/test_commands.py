@@ -90,7 +90,7 @@ def test_generate_answers_prompts_and_says_how(answer):
 
 def test_a_race_compares_all_ways_on_the_same_prompts(answer, capsys):
     found = answer(f"race {PAIR} --temperature 0 --max_new_tokens 12 'what is up' 'much'")
-    names = ["plain", "transformers' prompt lookup", "draft, whole blocks", "draft, by default: whole block"]
+    names = ["plain", "transformers' prompt lookup", "draft, whole blocks", "draft, by default: Scheduler"]
     assert list(found["ways"]) == names and found["fastest"] in names
     for name, way in found["ways"].items():
         assert way["turns"] == 2 and way["tokens"] == 24 and way["speedup"]["identical"] == 2

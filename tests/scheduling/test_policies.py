@@ -282,6 +282,7 @@ def test_drafting_stops_when_history_says_it_does_not_pay():
     assert not poor_history().plan_draft(Load((0, 1, 2)))  # unknown requests are expected to be like the others
 
 
+@pytest.mark.learns
 @pytest.mark.parametrize(("accepted", "pays"), [(0, False), (2, True)])
 def test_drafting_stops_when_promised_tokens_do_not_come(accepted, pays):
     policy, cautious = Scheduler(LINEAR, trees=False), Scheduler(LINEAR, trees=False)
