@@ -136,18 +136,19 @@ def test_without_the_hub_the_cache_is_searched(target, folder, altered, cache, m
         monkeypatch.setattr(search, "ask_hub", lambda endpoint: None)
     cache("someone/other-draft", folder, "someone/other")
     cache("someone/uncarded", folder)
+    cache("someone/unreadable", folder, "[a, ")
     cache("someone/model", altered("model", model_type="qwen3", architectures=["Qwen3ForCausalLM"]))
     cache("someone/misfit", altered("misfit", vocab_size=65))
     cache("someone/named", folder, f"[{NAME}, someone/base]")
     where, found = find_drafts(target)
     assert [name for name, *_ in found][:1] == ["someone/named"] and "the Hub does not answer" in where
-    assert {name for name, *_ in found[1:]} == {"someone/uncarded", "someone/misfit"}
+    assert {name for name, *_ in found[1:]} == {"someone/uncarded", "someone/misfit", "someone/unreadable"}
     assert attach(target).draft.name_or_path == "someone/named"
     assert f"its card names {NAME}, someone/base" in caplog.text
     target.name_or_path = str(folder)  # has no name on the Hub
     where, found = find_drafts(target)
     assert {name for name, *_ in found} == {
-        f"someone/{name}" for name in ("named", "other-draft", "uncarded", "misfit")
+        f"someone/{name}" for name in ("named", "other-draft", "uncarded", "misfit", "unreadable")
     }
     assert "is no name on the Hub" in where
 

@@ -1,6 +1,7 @@
 """Drafts for a target: asked for on the Hub, by what their cards say, or looked for in the local cache."""
 
 import os
+from pathlib import Path
 
 from huggingface_hub import CacheNotFound, HfApi, ModelCard, constants, scan_cache_dir
 from transformers import PreTrainedModel
@@ -57,10 +58,17 @@ def _in_cache(target_name: str | None) -> list[FoundDraft]:
     named, others = [], []
     for repo in sorted(repos, key=lambda repo: repo.last_modified, reverse=True):
         newest = max(repo.revisions, key=lambda revision: revision.last_modified)
-        card = newest.snapshot_path / CARD_FILE
-        bases = (ModelCard.load(card).data.base_model if card.exists() else None) or []
-        bases = [bases] if isinstance(bases, str) else bases
+        bases = _targets_of(newest.snapshot_path / CARD_FILE)
         if (not bases or target_name in (None, *bases)) and names_a_draft(newest.snapshot_path):
             why = f"its card names {', '.join(bases)}" if bases else "it fits, and no card says for which target it is"
             (named if bases else others).append((repo.repo_id, newest.commit_hash, why))
     return named + others
+
+
+def _targets_of(card: Path) -> list[str]:
+    """Return the targets that a card names: none if there is no card, or one that cannot be read."""
+    try:
+        bases = ModelCard.load(card).data.base_model
+    except Exception:  # whatever its author wrote
+        bases = None
+    return [bases] if isinstance(bases, str) else bases or []
