@@ -19,6 +19,7 @@ from hf_dspark.models.fixed_cache import fixed_size
 from hf_dspark.models.slot_cache import SlotLayout
 from hf_dspark.targets import compiled_target
 from hf_dspark.targets.compiled_target import CompiledTarget
+from hf_dspark.targets.support import TargetSupport
 from tests.gpu.pretended import DEVICE, Pretended, moved
 from tests.rows import padded
 from tests.targets.test_model_types import (
@@ -231,6 +232,13 @@ def test_graphs_go_with_their_target(graphs, pair):
     del target
     gc.collect()
     assert graphs and alive() is None and not compiled_target._known
+
+
+def test_a_target_that_was_moved_is_compiled_where_it_is(uncompiled, pair):
+    support = TargetSupport.of(target := copy.deepcopy(pair[0]))
+    assert CompiledTarget.of(support, True) is CompiledTarget.of(support, True)
+    target.to("meta")
+    assert CompiledTarget.of(support, True).device == support.input_device == torch.device("meta")
 
 
 def test_unknown_ways_to_compile_are_refused():

@@ -24,7 +24,7 @@ _known: "weakref.WeakKeyDictionary[TargetSupport, CompiledTarget]" = weakref.Wea
 
 
 class CompiledTarget:
-    """The compiled passes of one target, which it outlives no graph of. Get it by [`CompiledTarget.of`]."""
+    """The compiled passes of one target, whose graphs go with it. Get it by [`CompiledTarget.of`]."""
 
     def __init__(self, support: TargetSupport) -> None:
         self.obstacle = obstacle_of(support)  # why passes are not compiled
@@ -34,10 +34,10 @@ class CompiledTarget:
 
     @classmethod
     def of(cls, support: TargetSupport, wanted: bool | str) -> "CompiledTarget | None":
-        """Return those of a target, made once, if a call wants them: `True`, or `"auto"` on accelerators."""
+        """Return those of a target, made once on its device, if a call wants them: `True`, or `"auto"` on a GPU."""
         if not wanted or (wanted == "auto" and support.input_device.type != "cuda"):
             return None
-        if support not in _known:
+        if support not in _known or _known[support].device != support.input_device:
             _known[support] = cls(support)
         found, reason = _known[support], "hooks are around its modules" if support.is_hooked else None
         reason = found.obstacle or reason
