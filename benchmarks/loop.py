@@ -29,9 +29,9 @@ from unittest import mock
 import bench
 import torch
 from tqdm import tqdm
-from transformers import DynamicCache, Qwen3Config, Qwen3ForCausalLM
+from transformers import DynamicCache
 
-from hf_dspark import DSparkConfig, DSparkDraftModel, FullBlock, Policy, Scheduler
+from hf_dspark import FullBlock, Policy, Scheduler
 from hf_dspark.decoding import loop as decoding_loop
 from hf_dspark.decoding.drafter import Drafter
 from hf_dspark.targets.slot_attention import PackedTarget
@@ -155,19 +155,14 @@ PHASES = {
 }
 
 
-def operations(layers: tuple[int, ...] = ()) -> Cell:
-    """One row of the shipped pair, or of small models with random weights and so many target and draft layers."""
-    models, cells = bench.load_pair()[:2], {}
-    if layers:
-        facts = models[0].config.to_dict() | {"num_hidden_layers": layers[0], "layer_types": None}
-        target = Qwen3ForCausalLM(Qwen3Config(**facts)).eval()
-        models = target, DSparkDraftModel(DSparkConfig.from_target(target.config, num_hidden_layers=layers[1])).eval()
-    target, draft = map(moved, models)
+def operations() -> Cell:
+    """What one row of the shipped pair asks of a device."""
+    (target, draft), cells = map(moved, bench.load_pair()[:2]), {}
     regimes = SAMPLINGS | {"sampled": bench.SAMPLING}
     for shape, (name, sampling) in itertools.product((FullBlock(), Scheduler(num_nodes=15)), regimes.items()):
         step, found = asked(target, draft, None, sampling)["round"], asked(target, draft, shape, sampling)
         cells[f"{type(shape).__name__}, {name}"] = {"plain step": step, **found}
-    return {"layers": layers, "cells": cells}
+    return {"cells": cells}
 
 
 def asked(target, draft, policy: Policy | None, sampling: dict[str, Any]) -> Cell:
