@@ -99,7 +99,7 @@ def _attachment_for(target: PreTrainedModel, arguments: dict[str, Any]) -> tuple
     if mode not in DECODED:
         return attached, option_obstacles(config, target.generation_config, None, None)
     draft = attached.draft
-    if draft is not None and draft.drafts_blocks and draft.decoding.policy is None:
+    if draft.drafts_blocks and draft.decoding.policy is None:
         linears = TargetSupport.of(target).linears
         if experience_of(target, draft, config.do_sample, draft.decoding.domain, linears).skipped.rests():
             return attached, ["drafting has not paid in earlier calls: it is tried again in one of 16"]
