@@ -40,7 +40,7 @@ def test_two_rounds_are_those_of_the_drafts_own_code(folder, verifier):
     for name, block in zip(("r1", "r2"), io["blocks"], strict=False):
         features = io[f"{name}.features"]
         hidden = draft.read_block(block[:1], features, cache)
-        torch.testing.assert_close(hidden, io[f"{name}.hidden"], atol=1e-5, rtol=0)
+        torch.testing.assert_close(hidden, io[f"{name}.hidden"], atol=1e-5, rtol=1e-5)
         drafts = draft.sample_block(hidden, draft.base_logits(draft.predicting(hidden)), block[:1], ChainSampler())
         assert torch.equal(drafts.token_ids[0, :gamma], block[1:])
 

@@ -14,11 +14,9 @@ from transformers import AutoModel, AutoModelForCausalLM
 
 torch.set_num_threads(1)
 TRAINED = Path(__file__).parents[1] / "fixtures" / "deepspec" / "trained"
-CALLS = {
-    "greedy": {"do_sample": False},
-    "sampled": {"do_sample": True, "temperature": 0.9, "top_k": 20},
-    "cut": {"do_sample": True, "temperature": 0.9, "top_k": 20, "num_assistant_tokens": 2},
-}
+# Whole blocks: the default learns by the clock, and a seed alone would not repeat its samples.
+SAMPLED = {"do_sample": True, "temperature": 0.9, "top_k": 20, "assistant_confidence_threshold": 0.0}
+CALLS = {"greedy": {"do_sample": False}, "sampled": SAMPLED, "cut": SAMPLED | {"num_assistant_tokens": 2}}
 ROWS = torch.tensor([[3, 9, 12, 30], [5, 11, 4, 8]])
 
 

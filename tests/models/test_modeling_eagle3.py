@@ -325,8 +325,7 @@ def test_greedy_output_of_a_ragged_batch_is_identical(target, watch, num_hidden_
     output = target.generate(**batch, assistant_model=draft, **GREEDY)
     for row, (prompt, answer) in enumerate(zip(PROMPTS, watch.answers, strict=True)):
         assert output[row, batch["input_ids"].shape[1] :].tolist() == answer[len(prompt) :]
-    statistics = draft.last_stats
-    assert len(set(statistics.accepted)) >= 3 and statistics.confidence[0] is None
+    assert len(set(draft.last_stats.accepted)) >= 3
     watch.check(target, draft)
 
 

@@ -238,7 +238,8 @@ def test_packed_passes_bring_everything_to_the_device_where_it_is_used(monkeypat
         target, draft = spread_pair(make_target())
         cache = SlotCache(2)
         context = SlotCache(2)
-        call = SimpleNamespace(keeps_some_logits=True, streamer=None, logits_processor=LogitsProcessorList())
+        facts = {"logits_processor": LogitsProcessorList(), "options": DecodingOptions()}
+        call = SimpleNamespace(keeps_some_logits=True, streamer=None, **facts)
         loop = DecodingLoop(SimpleNamespace(draft=draft, support=TargetSupport.of(target)), call, cache)
         tokens = torch.ones(8, dtype=torch.long, device=THIRD)
         with torch.no_grad():
