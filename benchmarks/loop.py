@@ -215,7 +215,7 @@ def peak(assisted: bool, rows: int, new_tokens: int) -> Cell:
         held = int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
         output = target.generate(**inputs, **lengths, **options)
     grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - held
-    stores = output.past_key_values.conversation.draft_cache._stores.values() if assisted else ()
+    stores = output.past_key_values.conversation.draft_cache.stores.values() if assisted else ()
     return {"peak_bytes": grown, "draft_cache_bytes": sum(store.nbytes for store in stores)}
 
 

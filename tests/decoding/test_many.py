@@ -282,7 +282,7 @@ def test_what_an_overflow_leaves_behind_reaches_no_later_prompt(many, assert_alo
     def release_ended(self):
         for row, request in enumerate(self.requests):
             for cache in (self.cache, self.drafter.cache):
-                for store in cache._stores.values():
+                for store in cache.stores.values():
                     store[row].masked_fill_(torch.tensor(request.ended), torch.nan)
         honest(self)
 

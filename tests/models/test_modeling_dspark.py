@@ -101,7 +101,7 @@ def test_backbone_matches_deepspec_over_two_cached_rounds(golden, name):
         close(hidden, data.io[f"{r}.block_hidden"])
         close(data.draft.base_logits(hidden), data.io[f"{r}.base_logits"])
         if f"{r}.draft_cache_k_layer0" in data.io:
-            keys, values = (cache._stores[0, name][0, :, : cache.lengths[0]] for name in ("keys", "values"))
+            keys, values = (cache.stores[0, name][0, :, : cache.lengths[0]] for name in ("keys", "values"))
             close(keys[None], data.io[f"{r}.draft_cache_k_layer0"])
             close(values[None], data.io[f"{r}.draft_cache_v_layer0"])
 

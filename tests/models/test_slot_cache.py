@@ -14,7 +14,7 @@ def write(cache, layout, keys):
 
 def kept(cache, row, layer=0):
     """Return the committed keys and values of a row."""
-    return tuple(cache._stores[layer, name][row, :, : cache.lengths[row]] for name in ("keys", "values"))
+    return tuple(cache.stores[layer, name][row, :, : cache.lengths[row]] for name in ("keys", "values"))
 
 
 def test_layout_brings_packed_tokens_into_rows_and_back():
@@ -47,7 +47,7 @@ def test_rows_of_different_lengths_keep_their_content_while_the_cache_grows():
             assert torch.equal(keys[row, :, :length], truth[row]) and torch.equal(values[row, :, :length], -truth[row])
             truth[row] = truth[row][:, : length - 2]
             cache.commit(row, length - 2 - cache.lengths[row])
-        capacities.add(cache._stores[0, "keys"].shape[2])
+        capacities.add(cache.stores[0, "keys"].shape[2])
     assert 2 <= len(capacities) <= 6, "capacity must grow geometrically"
     assert max(capacities) < 1.5 * max(cache.lengths)
 
@@ -56,7 +56,7 @@ def test_growth_stops_at_the_limit():
     cache = SlotCache(1, limit=100)
     write(cache, SlotLayout((0,), (60,)), torch.randn(1, 1, 60, 2))
     write(cache, SlotLayout((60,), (35,)), torch.randn(1, 1, 35, 2))
-    assert cache._stores[0, "keys"].shape[2] == 100
+    assert cache.stores[0, "keys"].shape[2] == 100
 
 
 def test_rows_move_swap_and_shrink():
@@ -83,9 +83,9 @@ def test_a_cleared_row_holds_nothing_of_the_sequence_before():
     cache.commit(1, 2)
     cache.row_states[0]["layer"] = RowState(position=5)
     cache.move_row(1, 0)  # what lies behind the shorter row is overwritten, too
-    assert not cache._stores[0, "keys"].isnan().any()
+    assert not cache.stores[0, "keys"].isnan().any()
     cache.clear(1)
-    assert not cache._stores[0, "keys"][1].any() and torch.equal(kept(cache, 0)[0], states[0, :, 5:])
+    assert not cache.stores[0, "keys"][1].any() and torch.equal(kept(cache, 0)[0], states[0, :, 5:])
     cache.row_states[1]["layer"] = RowState(position=5)
     cache.clear(1)
     assert cache.lengths == (2, 0) and not cache.row_states[1]

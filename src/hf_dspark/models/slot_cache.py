@@ -160,7 +160,8 @@ class SlotCache(Cache):
         self.columns: Sequence[torch.Tensor] | None = None
         self._lengths = [0] * num_rows
         self._layout: SlotLayout | None = None
-        self._stores: dict[tuple[int, str], torch.Tensor] = {}  # by layer, and "keys" or "values"
+        # Keys and values, [rows, heads, capacity, size], by layer and "keys" or "values".
+        self.stores: dict[tuple[int, str], torch.Tensor] = {}
         self.row_states: list[dict[str, RowState]] = [{} for _ in range(num_rows)]  # by recurrent layer
 
     @property
@@ -168,14 +169,9 @@ class SlotCache(Cache):
         """Committed slots of each row; what lies after them is stale."""
         return tuple(self._lengths)
 
-    @property
-    def stores(self) -> dict[tuple[int, str], torch.Tensor]:
-        """The keys and values, `[rows, heads, capacity, size]`, by layer and "keys" or "values"."""
-        return self._stores
-
     def grow(self, needed: int, wanted: int) -> None:
         """Give layers that have room for fewer slots than are needed room for as many as are wanted."""
-        for name, store in list(self._stores.items()):
+        for name, store in list(self.stores.items()):
             if store.shape[2] < needed:
                 self._store(name, store, wanted)
 
@@ -189,19 +185,19 @@ class SlotCache(Cache):
         if moved:
             places = torch.tensor(moved, device="cpu").T + self._lengths[row]
             index = functools.cache(lambda device: to_device(places, device))
-            for store in self._stores.values():
+            for store in self.stores.values():
                 new, old = index(store.device)
                 store[row].index_copy_(1, new, store[row][:, old])
 
     def clear(self, row: int) -> None:
         """Make a row as new. Stale slots are masked, but a masked NaN, of a sequence that overflowed, would spread."""
-        for store in self._stores.values():
+        for store in self.stores.values():
             store[row].zero_()
         self.truncate(row, 0)
 
     def clear_stale(self) -> None:
         """Make what lies after the committed slots of all rows as new; see `clear`."""
-        for store in self._stores.values():
+        for store in self.stores.values():
             for row, length in enumerate(self._lengths):
                 store[row, :, length:].zero_()
 
@@ -260,7 +256,7 @@ class SlotCache(Cache):
 
     def _store(self, name: tuple[int, str], states: torch.Tensor, needed: int) -> torch.Tensor:
         """Return a layer's keys or values, with room for so many slots."""
-        store = self._stores.get(name)
+        store = self.stores.get(name)
         # As concatenated: another turn may run under autocast, or no longer.
         is_same = store is None or store.dtype == states.dtype
         dtype = states.dtype if is_same else torch.promote_types(store.dtype, states.dtype)
@@ -284,11 +280,11 @@ class SlotCache(Cache):
             ) from error
         if store is not None:
             grown[:, :, : store.shape[2]] = store[:, :, :capacity]
-        self._stores[name] = grown
+        self.stores[name] = grown
         return grown
 
     def move_row(self, source: int, destination: int) -> None:
-        for store in self._stores.values():
+        for store in self.stores.values():
             store[destination] = store[source]  # stale slots, too: see `clear`
         self._lengths[destination], self._lengths[source] = self._lengths[source], 0
         self.row_states[destination], self.row_states[source] = self.row_states[source], {}
@@ -297,7 +293,7 @@ class SlotCache(Cache):
         if first == second:
             return
         length = max(self._lengths[first], self._lengths[second])
-        for store in self._stores.values():
+        for store in self.stores.values():
             kept = store[first, :, :length].clone()
             store[first, :, :length] = store[second, :, :length]
             store[second, :, :length] = kept
@@ -306,7 +302,7 @@ class SlotCache(Cache):
 
     def shrink(self, num_rows: int) -> None:
         with torch.inference_mode(False):
-            self._stores = {name: store[:num_rows].clone() for name, store in self._stores.items()}
+            self.stores = {name: store[:num_rows].clone() for name, store in self.stores.items()}
         self.num_rows, self._lengths, self.row_states = num_rows, self._lengths[:num_rows], self.row_states[:num_rows]
 
     def take_row(self, other: Cache, row: int, columns: torch.Tensor) -> None:
@@ -338,10 +334,10 @@ class SlotCache(Cache):
             columns = [torch.arange(longest - length, longest, device="cpu") for length in self._lengths]
         width = 1 + max(int(own.max()) for own in columns if len(own))
         cache = DynamicCache()
-        for layer_idx in sorted({layer_idx for layer_idx, _ in self._stores}):
+        for layer_idx in sorted({layer_idx for layer_idx, _ in self.stores}):
             copies = []
             for name in ("keys", "values"):
-                store = self._stores[layer_idx, name]
+                store = self.stores[layer_idx, name]
                 copied = store.new_zeros(store.shape[0], store.shape[1], width, store.shape[3])
                 for row, own in enumerate(columns):
                     copied[row, :, own.to(store.device)] = store[row, :, : self._lengths[row]]
@@ -364,7 +360,7 @@ class SlotCache(Cache):
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         # Mllama's layers for images ask whether they have seen any; a recurrent first layer is asked for all.
-        keeps_nothing = layer_idx > 0 and (layer_idx, "keys") not in self._stores
+        keeps_nothing = layer_idx > 0 and (layer_idx, "keys") not in self.stores
         return 0 if keeps_nothing else max(self._lengths)
 
     def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
