@@ -136,9 +136,9 @@ def shortened(value: Any, quote: bool = True, size: int = 120) -> str:
     return text if len(text) <= size else f"{text[:size]}..."
 
 
-def one_line(error: BaseException) -> str:
-    """Return what an error says, for a line of others."""
-    return shortened(" ".join(str(error).split()) or type(error).__name__, quote=False, size=400)
+def one_line(error: BaseException, size: int = 400) -> str:
+    """Return what an error says, in one line of limited size."""
+    return shortened(" ".join(str(error).split()) or type(error).__name__, quote=False, size=size)
 
 
 def listed(names: list[str], count: int = 10) -> str:

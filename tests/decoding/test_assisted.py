@@ -4,12 +4,11 @@ import copy
 
 import pytest
 import torch
-import transformers
-from packaging.version import parse
 from transformers import DynamicCache, GenerationConfig
 
 from hf_dspark import DecodingOptions, DSparkCandidateGenerator, Rounds
 from hf_dspark.decoding import checks
+from hf_dspark.targets.transformers_api import is_since
 from tests.rows import GREEDY, assert_same_tokens, padded
 
 
@@ -50,7 +49,7 @@ def test_positions_of_the_users_own_are_left_to_transformers_loop(target, draft,
 @pytest.mark.usefixtures("either_loop")
 def test_inputs_embeds_give_the_same_continuation_or_are_refused(target, draft, prompt_ids):
     embeds = target.get_input_embeddings()(prompt_ids[0])
-    if draft.decoding.use_transformers_loop and parse(transformers.__version__) < checks.INPUTS_EMBEDS_SINCE:
+    if draft.decoding.use_transformers_loop and not is_since(checks.INPUTS_EMBEDS_SINCE):
         with pytest.raises(ValueError, match="inputs_embeds"):
             target.generate(inputs_embeds=embeds, assistant_model=draft, **GREEDY)
         return

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 import transformers
-from packaging.version import parse
 from transformers import GenerationConfig, LogitsProcessor, PreTrainedModel
 from transformers.cache_utils import Cache, StaticCache
 from transformers.generation import GenerationMode
@@ -16,6 +15,7 @@ from transformers.generation import GenerationMode
 from ..models.slot_cache import SlotCache
 from ..scheduling.policies import Policy
 from ..targets.support import TargetSupport
+from ..targets.transformers_api import is_since
 from .logits_processing import is_built_in
 from .request import KNOWN_CRITERIA, TYPE_ARGUMENTS, Call, copy_of
 
@@ -34,7 +34,7 @@ UNASKED = (("num_beams", 1), *((name, False) for name in OTHER_DRAFTERS))  # val
 # Built-in processors that keep state between calls: drafting would advance it.
 STATEFUL_PROCESSORS = ("UnbatchedClassifierFreeGuidanceLogitsProcessor", "SynthIDTextWatermarkLogitsProcessor")
 # The first version whose assisted loop was found right for prompts given as embeddings; 5.17.0 was found wrong.
-INPUTS_EMBEDS_SINCE = parse("5.23.0")
+INPUTS_EMBEDS_SINCE = "5.23.0"
 
 
 class Refused(ValueError):
@@ -284,7 +284,7 @@ def _transformers_loop_obstacles(call: Call, obstacle: str) -> list[str]:
             "offloaded": call.support.target.device.type == "meta",
             f"inputs_embeds are decoded wrongly by the assisted loop of transformers {version}: pass input_ids, or "
             f"install transformers>={INPUTS_EMBEDS_SINCE} ({obstacle})": embeds is not None
-            and parse(version) < INPUTS_EMBEDS_SINCE,
+            and not is_since(INPUTS_EMBEDS_SINCE),
             "left-padded inputs_embeds are decoded wrongly by transformers' assisted loop: pass the rows without "
             f"padding, or input_ids ({obstacle})": embeds is not None and is_padded,
             f"inputs_embeds beside {types} fail in transformers' assisted loop: pass input_ids, or drop "

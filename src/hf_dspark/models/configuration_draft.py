@@ -16,7 +16,7 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers import PreTrainedConfig
 from transformers.activations import ACT2FN
 
-from ..files import shortened
+from ..files import one_line, shortened
 from ..formats.checkpoint import HUB_ARGUMENTS, QUANTISATION, Checkpoint
 from ..formats.fields import ROPE_TYPES, full_attention_rope, of_full_attention
 from ..formats.translate import CLASS_NAMES, draft_model_type, places_of, read_draft_config
@@ -386,7 +386,7 @@ def _reason(error: Exception) -> str:
         error = error.__cause__
     if isinstance(error, KeyError):
         return f"it lacks {error}"
-    return shortened(" ".join(str(error).split()), quote=False, size=1200)
+    return one_line(error, size=1200)
 
 
 def text_config(target: "PreTrainedConfig | PreTrainedModel") -> PreTrainedConfig:

@@ -23,8 +23,8 @@ BACKEND = "inductor"
 class FixedCache(Cache):
     """What a compiled pass reads of a [`SlotCache`] and of its layout; the graph's inputs, replaced in each pass.
 
-    Padding is written to a slot that nobody sees, and what it computes is dropped. Columns of a row that hold no token
-    repeat its last one.
+    Padding is written to a slot that no token sees, and what it computes is dropped. Columns of a row that hold no
+    token repeat its last one.
 
     Attributes:
         rows, slots, positions (`torch.Tensor`): Where each token is written, and its position, `[T]`.

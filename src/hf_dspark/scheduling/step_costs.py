@@ -175,7 +175,7 @@ def read_again() -> None:
 
 def estimated_cost(target: PreTrainedModel, draft: PreTrainedModel) -> ThroughputTable:
     """Return what rounds may cost where nothing was measured: a pass reads all weights once, and some tokens of a
-    pass hide behind that. The first rounds correct it."""
+    pass cost little besides. The first rounds correct it."""
     is_cpu, config = target.device.type == "cpu", draft.config
     bandwidth, hidden_tokens = (2e10, 16) if is_cpu else (1e12, 256)  # bytes per second
 

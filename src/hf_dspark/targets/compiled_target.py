@@ -13,6 +13,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ..cpu import in_graphs
+from ..files import one_line
 from ..models.fixed_cache import WIDTHS, FixedCache, compiled, mark_dynamic
 from ..models.slot_cache import SlotLayout
 from .feature_capture import TRACED, FeatureCapture
@@ -81,8 +82,7 @@ class CompiledTarget:
 
     def give_up(self, error: Exception) -> None:
         """Say why a pass failed, and compile no other: it is repeated without."""
-        reason = " ".join(f"{type(error).__name__}: {error}".split())
-        self.obstacle = f"it could not be compiled ({reason[:300]})"
+        self.obstacle = f"it could not be compiled ({type(error).__name__}: {one_line(error, size=300)})"
         self._warn(self.obstacle)
 
     def _warn(self, reason: str) -> None:

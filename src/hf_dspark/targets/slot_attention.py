@@ -181,15 +181,13 @@ class PackedTarget:
     def _run_compiled(self, cache: SlotCache, layout: SlotLayout, inputs: dict[str, Any]) -> Any:
         with _tracing:
             self._compiled.cache.begin(cache, layout, self._compiled.device)
-            self._enter(cache, layout, is_compiled=True)
-            _traced.running = _CompiledPass(self._compiled.cache, self._support.switch.ignores_caps)
-            _running.set(_traced.running)
+            _traced.running = self._enter(cache, layout, self._compiled.cache)
             try:
                 return self._compiled.run(self._target, self._capture, layout.num_tokens, inputs)
             finally:
                 _traced.running = None
 
-    def _enter(self, cache: SlotCache, layout: SlotLayout, is_compiled: bool = False) -> None:
+    def _enter(self, cache: SlotCache, layout: SlotLayout, fixed: FixedCache | None = None) -> _Pass:
         self.restore()  # what a pass left that could not restore it
         support, originals = self._support, self._support.switch.originals
         originals[:] = [(config, config._attn_implementation) for config in support.attention_configs]
@@ -198,8 +196,11 @@ class PackedTarget:
         for config in support.attention_configs:
             config._attn_implementation = NAME
         if self._capture is not None:
-            self._capture.attach(is_compiled)
-        _running.set(_Pass(layout, support.switch.ignores_caps))
+            self._capture.attach(is_compiled=fixed is not None)
+        ignores_caps = support.switch.ignores_caps
+        running = _Pass(layout, ignores_caps) if fixed is None else _CompiledPass(fixed, ignores_caps)
+        _running.set(running)
+        return running
 
     def restore(self) -> None:
         _running.set(None)
