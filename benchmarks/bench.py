@@ -209,11 +209,12 @@ def joined(calls: Iterable[Call]) -> Rounds:
 
 @dataclass(frozen=True)
 class Way:
-    """A way to decode: with the draft or plainly, with packed weights or as users run it."""
+    """A way to decode: with the draft or plainly; with packed weights, compiled, or as users run it."""
 
     name: str
     drafted: bool
     packed: bool
+    compiled: bool = False
 
 
 WAYS = (
@@ -221,19 +222,25 @@ WAYS = (
     Way("plain_packed", False, True),
     Way("own", True, False),
     Way("own_packed", True, True),
+    Way("plain_compiled", False, False, True),  # by transformers: a static cache, and its own `torch.compile`
+    Way("own_compiled", True, False, True),
 )
 
 
-def ways_of(device: torch.device | str = "cpu") -> list[Way]:
+def ways_of(device: torch.device | str = "cpu", compiled: bool = False) -> list[Way]:
     """Return the ways to decode in turns: packed weights, both baselines' kernels, are for CPUs."""
-    return [way for way in WAYS if not way.packed or torch.device(device).type == "cpu"]
+    packed = torch.device(device).type == "cpu"
+    return [way for way in WAYS if way.packed <= packed and way.compiled <= compiled]
 
 
 def speedups(seconds: Mapping[str, float]) -> dict[str, float]:
-    """Return the speed-ups over plain `generate()` as users run it, of the draft with packed weights if they were
-    measured, and over plain `generate()` with packed weights."""
+    """Return the speed-ups over plain `generate()` as users run it, of the draft with packed weights or compiled if
+    that was measured, and over plain `generate()` in the same way."""
     own = seconds.get("own_packed", seconds["own"])
     found = {"speedup": seconds["plain"] / own}
+    if "own_compiled" in seconds:
+        found |= {"speedup_compiled": seconds["plain"] / seconds["own_compiled"]}
+        found |= {"speedup_over_compiled": seconds["plain_compiled"] / seconds["own_compiled"]}
     if "plain_packed" in seconds:
         found |= {"speedup_unpacked": seconds["plain"] / seconds["own"]}
         found |= {"speedup_same_kernels": seconds["plain_packed"] / own}

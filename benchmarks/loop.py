@@ -31,7 +31,7 @@ import torch
 from tqdm import tqdm
 from transformers import DynamicCache
 
-from hf_dspark import FullBlock, Policy, Scheduler
+from hf_dspark import FullBlock, Policy, Rounds, Scheduler
 from hf_dspark.decoding import loop as decoding_loop
 from hf_dspark.decoding.drafter import Drafter
 from hf_dspark.targets.slot_attention import PackedTarget
@@ -61,13 +61,19 @@ def plain_steps(target, prompt: torch.Tensor, repetitions: int = 5) -> list[floa
 def cell_of(runs: dict[str, list[bench.Call]], steps: list[float]) -> Cell:
     """Return what the calls of some ways came to, and what their passes allow."""
     medians, tau = {way: bench.median_per_token(calls) for way, calls in runs.items()}, bench.joined(runs["own"]).tau
-    seconds = bench.joined(runs.get("own_packed", runs["own"])).seconds
-    alone = {name: statistics.median(getattr(each, name) for each in seconds) for name in ("draft", "verify")}
-    alone["plain_step"] = statistics.median(steps)
+    rounds = {way: of_round(bench.joined(calls)) for way, calls in runs.items() if calls[0].rounds is not None}
+    alone = {name: rounds.get("own_packed", rounds["own"])[name] for name in ("draft", "verify")}
+    alone["plain_step"] = 1e3 * statistics.median(steps)
     limit = tau * alone["plain_step"] / (alone["draft"] + alone["verify"])
-    milliseconds = {name: {key: 1e3 * value for key, value in each.items()}
-                    for name, each in {"ms_per_token": medians, "forwards_ms": alone}.items()}  # fmt: skip
-    return {"tau": tau, **bench.speedups(medians), "limit": limit, **milliseconds}
+    per_token = {way: 1e3 * seconds for way, seconds in medians.items()}
+    times = {"ms_per_token": per_token, "forwards_ms": alone, "rounds_ms": rounds}
+    return {"tau": tau, **bench.speedups(medians), "limit": limit, **times}
+
+
+def of_round(rounds: Rounds) -> dict[str, float]:
+    """Return the milliseconds of a round and of its parts. On a GPU a part waits for what was queued before it."""
+    names = ("draft", "verify", "rest", "total")
+    return {name: 1e3 * statistics.median(getattr(each, name) for each in rounds.seconds) for name in names}
 
 
 def replay(
@@ -78,9 +84,11 @@ def replay(
     new_tokens: int = 96,
     dtype: bench.Dtype = "bfloat16",
     device: str = "cpu",
+    compiled: bool = False,
     rehearse: bool = False,
 ) -> Iterator[Cell]:
-    """Random weights of published sizes; how much is accepted comes from recorded rounds."""
+    """Random weights of published sizes; how much is accepted comes from recorded rounds. `compiled` adds compiled
+    rounds, and plain decoding as transformers compiles it."""
     if rehearse:
         repetitions, new_tokens, context = 1, 12, 32
     cells = []
@@ -88,23 +96,28 @@ def replay(
         target, draft = bench.random_pair(name, dtype, device, rehearse)
         draft.config.draft_top_k = CANDIDATES
         for count, regime in itertools.product(rows, SAMPLINGS):
-            cell = replayed_cell(target, draft, count, regime, repetitions, context, new_tokens)
+            cell = replayed_cell(target, draft, count, regime, repetitions, context, new_tokens, compiled)
             cells.append({"geometry": name, "rows": count, "regime": regime} | cell)
             yield {"dtype": dtype, "context": context, "cells": cells}
         del target, draft
 
 
-def replayed_cell(target, draft, rows: int, regime: str, repetitions: int, context: int, new_tokens: int) -> Cell:
+def replayed_cell(
+    target, draft, rows: int, regime: str, repetitions: int, context: int, new_tokens: int, compiled: bool
+) -> Cell:
     """Time one number of rows in one regime."""
-    ways, accepted = bench.ways_of(target.device), bench.recorded_acceptance()
+    ways, accepted = bench.ways_of(target.device, compiled), bench.recorded_acceptance()
     prompts = (torch.arange(rows * context).view(rows, -1) % 1000 + 5).tolist()
     runs: dict[str, list[bench.Call]] = {way.name: [] for way in ways}
     steps: list[float] = []
     for index in tqdm(range(-1, repetitions), desc=f"{rows} rows, {regime}"):
         for way in ways:
             limits = {"max_new_tokens": 1 + (new_tokens if way.drafted else PLAIN_TOKENS), **SAMPLINGS[regime]}
+            if way.compiled and not way.drafted:
+                limits["cache_implementation"] = "static"
             rounds = bench.representative(accepted, new_tokens, rows, max(index, 0))
-            with bench.decoding(draft, FullBlock()), bench.replaying(rounds), bench.kernels(target, draft, way.packed):
+            options = bench.decoding(draft, FullBlock(), compile=way.compiled)
+            with options, bench.replaying(rounds), bench.kernels(target, draft, way.packed):
                 call = bench.decode(target, prompts, max(index, 0), draft if way.drafted else None, True, **limits)
             if index >= 0:  # the first round warms up
                 runs[way.name].append(call)

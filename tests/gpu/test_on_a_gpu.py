@@ -71,6 +71,21 @@ def test_three_greedy_rows_are_identical_to_plain_decoding(pair, device, attenti
 
 
 @pytest.mark.usefixtures("exact_products")
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("policy", [FullBlock(), Scheduler(num_nodes=15)], ids=["chains", "trees"])
+def test_compiled_rounds_are_identical_to_plain_decoding(pair, device, policy, rows):
+    target, draft = (model.to(device) for model in pair)
+    draft.decoding = DecodingOptions(policy=policy, compile=True)
+    inputs = padded(PROMPTS[:rows], device)
+    expected = decode(target, inputs)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", ".*without compiled graphs")
+        for _ in range(3):  # CUDA graphs are recorded in the second round of a size, and replayed after it
+            assert torch.equal(expected, decode(target, inputs, assistant_model=draft))
+    assert draft.last_stats.tau > 1.5
+
+
+@pytest.mark.usefixtures("exact_products")
 def test_a_random_draft_changes_nothing(make_target, make_draft, device):
     target = make_target().to(device)
     draft = make_draft(target).to(device)
