@@ -13,7 +13,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from hf_dspark import ConfidenceThreshold, DecodingOptions, FullBlock, Scheduler, ThroughputTable
-from hf_dspark.decoding import hook
+from hf_dspark.decoding import compiled_drafting, hook
 from hf_dspark.models import fixed_cache
 from hf_dspark.models.fixed_cache import fixed_size
 from hf_dspark.models.slot_cache import SlotLayout
@@ -38,6 +38,11 @@ GREEDY, DRAWN = {"do_sample": False}, {"do_sample": True, "top_k": 0, "temperatu
 TREES = Scheduler(num_nodes=12)
 
 
+def forget(monkeypatch) -> None:
+    for module in (compiled_target, compiled_drafting):
+        monkeypatch.setattr(module, "_known", weakref.WeakKeyDictionary())
+
+
 @pytest.fixture
 def graphs(monkeypatch) -> list[torch.fx.GraphModule]:
     """The graphs that were made, which run without a compiler."""
@@ -48,7 +53,7 @@ def graphs(monkeypatch) -> list[torch.fx.GraphModule]:
         return graph
 
     monkeypatch.setattr(fixed_cache, "BACKEND", backend)
-    monkeypatch.setattr(compiled_target, "_known", weakref.WeakKeyDictionary())
+    forget(monkeypatch)
     torch._dynamo.reset()
     return made
 
@@ -56,8 +61,8 @@ def graphs(monkeypatch) -> list[torch.fx.GraphModule]:
 @pytest.fixture
 def uncompiled(monkeypatch) -> None:
     """Run what would be compiled as it is, on any device."""
-    monkeypatch.setattr(compiled_target, "_known", weakref.WeakKeyDictionary())
-    monkeypatch.setattr(compiled_target, "compiled", lambda function, device: function)
+    forget(monkeypatch)
+    monkeypatch.setattr(fixed_cache, "compiled", lambda function, device: function)
 
 
 @pytest.fixture(autouse=True)
@@ -99,7 +104,7 @@ def test_targets_of_many_types_compile_as_a_whole_and_decode_the_same(model_type
     output = target.generate(**batch, assistant_model=draft, **PLAIN)
     answers = [row[len(prompt) :] for prompt, row in zip(PROMPTS, alone, strict=True)]
     assert output[:, batch["input_ids"].shape[1] :].tolist() == answers
-    assert len(graphs) <= 2 and len(set(draft.last_stats.accepted)) >= 3
+    assert len(graphs) <= 4 and len(set(draft.last_stats.accepted)) >= 3
 
 
 @pytest.mark.parametrize("rows", [1, 8])
@@ -111,7 +116,8 @@ def test_rounds_of_any_kind_give_the_same_tokens_without_another_graph(rows, gra
             for _ in range(2):
                 found = decoded(pair, rows, DecodingOptions(policy=policy, compile=True), **sampling)
                 assert torch.equal(found, expected)
-    assert len(graphs) == 1 + (rows > 1)  # of several rows, and of the last one
+    # Of the target, of the draft for trees, and for chains by each way to draw; of several rows, and of the last one.
+    assert len(graphs) <= (2 + 3) * (1 + (rows > 1))
 
 
 def test_no_graph_is_made_after_the_first_rounds(graphs, pair):
@@ -123,7 +129,7 @@ def test_no_graph_is_made_after_the_first_rounds(graphs, pair):
         statistics, seed = pair[1].last_stats, seed + 1
         rounds += len(statistics.accepted)
         accepted |= set(statistics.accepted)
-    assert len(graphs) == warm == 1
+    assert len(graphs) == warm == 2  # of the target and the draft
     assert len(accepted) >= 5
 
 
@@ -140,6 +146,26 @@ def test_passes_padded_for_an_accelerator_give_the_same_tokens(rows, policy, unc
     monkeypatch.setattr(fixed_cache, "fixed_size", as_on_a_gpu)
     assert torch.equal(decoded(pair, rows, DecodingOptions(policy=policy, compile=True), **DRAWN), expected)
     assert len(set(sizes)) >= 2 and {width for _, width in sizes} <= set(fixed_cache.WIDTHS)
+
+
+def test_a_cache_gets_the_memory_of_one_that_is_gone(uncompiled, pair):
+    """CUDA graphs are recorded for addresses."""
+    target, draft = pair
+    compiled = CompiledTarget.of(TargetSupport.of(target), True)
+    kept = compiled.cache, compiled_drafting.CompiledDraft.of(draft, compiled).blocks
+    for cache in kept:
+        cache.keeps_memory = True
+    found = []
+    for length in (90, 20, 60):
+        expected = decoded(pair, 2, DecodingOptions(), **DRAWN, max_new_tokens=length)
+        output = decoded(pair, 2, DecodingOptions(compile=True), **DRAWN, max_new_tokens=length)
+        assert torch.equal(output, expected)
+        found.append([cache._kept[0, "keys"].data_ptr() for cache in kept])
+        assert all(cache._latest() is None for cache in kept)
+    assert found[0] == found[1] == found[2]
+    options = DecodingOptions(compile=True)
+    used = [decoded(pair, 1, options, **GREEDY, return_dict_in_generate=True) for _ in range(2)]
+    assert len({each.past_key_values.stores[0, "keys"].data_ptr() for each in used}) == 2  # both are in use
 
 
 @pytest.mark.parametrize("rows", [1, 3])
@@ -219,7 +245,9 @@ def test_what_cannot_be_compiled_is_decoded_without_and_named_once(name, graphs,
         for _ in range(2):
             options = DecodingOptions(policy=FullBlock(), compile=True)
             assert torch.equal(decoded(pair, 1, options, **DRAWN), expected)
-    assert len([each for each in said if "compiled graphs" in str(each.message)]) == 1 and not graphs
+    messages = [str(each.message) for each in said if "compiled graphs" in str(each.message)]
+    assert len(messages) == 1 + (name == "compiler")  # of the target, and of the draft if that was tried
+    assert len(graphs) == (name == "memory")
     assert pair[0].config._attn_implementation == implementation
     assert name == "hook" or not any(module._forward_hooks for module in pair[0].modules())
 

@@ -20,8 +20,10 @@ from ..scheduling.policies import Policy
 from ..scheduling.prompt_lookup import LookupMatch, NgramMatcher
 from ..scheduling.rounds import RoundOutcome, Rounds, RoundSeconds
 from ..scheduling.tree_plans import SiblingAcceptance, TreePlan
+from ..targets.compiled_target import CompiledTarget
 from ..targets.support import TargetSupport
 from ..targets.transformers_api import eos_token_ids
+from .compiled_drafting import CompiledDraft
 from .logits_processing import DraftProcessor
 from .request import Call, Request
 from .tree_drafting import BestTrees, Chains, DrawnTrees
@@ -77,6 +79,7 @@ class Drafter:
         decides = type(self.policy).plan_verify is not Policy.plan_verify
         self._waits = decides or self._processor.reads_prefixes or not in_own_loop or call.options.observer is not None
         self._noise_width = max(draft.config.block_size, self.policy.most_nodes * self._grows_trees)
+        self._compiled = CompiledDraft.of(draft, CompiledTarget.of(support, call.options.compile))
         self._matchers: dict[int, NgramMatcher] = {}
         self._given_up: set[int] = set()  # ids of requests for which the draft's numbers overflow
         self._has_warned = False
@@ -220,6 +223,8 @@ class Drafter:
                 if sampler is None:
                     draft.read_block(*context, num_features, committed_ids)
                     return None
+                if self._compiled is not None and self._compiled.takes(self.cache, sampler, num_features):
+                    return self._compiled.draft_block(draft, *context, sampler, num_features, num_tokens)
                 return draft.draft_block(*context, sampler, num_features, committed_ids, num_tokens)
         finally:
             for request, known, length in zip(requests, before, self.cache.lengths, strict=False):

@@ -6,7 +6,7 @@ import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import groupby
+from itertools import accumulate, groupby
 from typing import Any
 
 import torch
@@ -79,11 +79,16 @@ class BlockProcessor:
         self.reads_prefixes = any(kind not in READ_NO_PREFIX for kind in kinds)
         # Whether some candidates may all be impossible although not all tokens are.
         self._may_forbid_all = any(kind not in READ_SCORES_ONLY for kind in kinds)
+        # Whether drafts need a look at what became of them.
+        self.waits = self.reads_prefixes or self._may_forbid_all
         self._processors = processors
         self._vocab_size = vocab_size
         self._fused_from, self._truncation = len(processors), None
         while self._fused_from and (longer := Truncation.of(processors[self._fused_from - 1 :], self.tie_margin)):
             self._fused_from, self._truncation = self._fused_from - 1, longer
+        is_at_once = [kind in READ_NO_PREFIX for kind in kinds[: self._fused_from]]
+        sizes = [len(list(group)) for _, group in groupby(is_at_once)]
+        self._stretches = [slice(end - size, end) for end, size in zip(accumulate(sizes), sizes, strict=True)]
 
     def __call__(
         self, logits: torch.Tensor, candidate_ids: torch.Tensor | None = None, prefixes: Sequence[Prefix | None] = ()
@@ -95,10 +100,9 @@ class BlockProcessor:
             return Scores(logits, candidate_ids)
         if self._fused_from > 0:  # processors may write into their argument, and expect float32
             logits = logits.to(torch.float32, copy=True)
-        start = 0
-        for at_once, group in groupby(self._processors[: self._fused_from], lambda each: type(each) in READ_NO_PREFIX):
-            processors = list(group)
-            stretch = slice(start, start := start + len(processors))
+        for stretch in self._stretches:
+            processors = self._processors[stretch]
+            at_once = type(processors[0]) in READ_NO_PREFIX
             if candidate_ids is not None and any(type(each) not in READ_SCORES_ONLY for each in processors):
                 logits, candidate_ids = scatter_to_vocabulary(logits, candidate_ids, self._vocab_size), None
             logits = _at_once(logits, processors) if at_once else _one_by_one(logits, stretch, prefixes)

@@ -38,7 +38,7 @@ class Chains(ChainSampler):
     ) -> None:
         super().__init__()
         self.requests = requests
-        self._processor, self._uniforms, self._lacks_head = processor, uniforms, lacks_head
+        self.processor, self.uniforms, self.lacks_head = processor, uniforms, lacks_head
         self._expected: list[torch.Tensor] = []  # acceptance of each level, [R]
         self._best: list[torch.Tensor] = []  # scores of arg-max tokens, NaN where there was no distribution
 
@@ -46,20 +46,20 @@ class Chains(ChainSampler):
         self, logits: torch.Tensor, candidate_ids: torch.Tensor | None
     ) -> tuple[torch.Tensor, TokenDistribution | None]:
         prefixes = []
-        if self._processor.reads_prefixes:
+        if self.processor.reads_prefixes:
             drafted = torch.stack(self.token_ids, dim=1).tolist() if self.token_ids else [[]] * len(self.requests)
             prefixes = [request.prefix(tokens) for request, tokens in zip(self.requests, drafted, strict=True)]
-        scores = self._processor(logits, candidate_ids, prefixes)
-        if self._uniforms is None:
+        scores = self.processor(logits, candidate_ids, prefixes)
+        if self.uniforms is None:
             best, token_ids = scores.best()
             self._best.append(best)
-            if self._lacks_head:
+            if self.lacks_head:
                 self._expected.append((best - scores.values.logsumexp(dim=-1)).exp())
             return token_ids, None
         distribution = scores.distribution()
-        if self._lacks_head:
+        if self.lacks_head:
             self._expected.append(distribution.probs.square().sum(dim=-1))
-        return draw(distribution, self._uniforms[:, len(self.token_ids)]), distribution
+        return draw(distribution, self.uniforms[:, len(self.token_ids)]), distribution
 
     def finish(self, confidence_logits: torch.Tensor | None = None) -> DraftBlock:
         block = super().finish(self.expected_logits(confidence_logits))
@@ -70,7 +70,7 @@ class Chains(ChainSampler):
 
     def expected_logits(self, confidence_logits: torch.Tensor | None = None) -> torch.Tensor | None:
         """Return the logits of c_k, `[R, γ]`: those of a head, if there is one."""
-        if not self._lacks_head:
+        if not self.lacks_head:
             return confidence_logits
         return torch.stack(self._expected, dim=1).logit(LEAST_PROBABILITY)
 

@@ -42,7 +42,8 @@ def profile_throughput(
         draft ([`DraftModel`]): Its draft.
         batch_sizes (`Sequence[int]`): Requests per pass, increasing from 1.
         context_lengths (`Sequence[int]`): Cached tokens per request, increasing.
-        repetitions (`int`): Rounds of each size, in turns, after one that warms up.
+        repetitions (`int`): Rounds of each size, in turns, after some that warm up. They are compiled if
+            `draft.decoding` says so.
         cache (`bool`): Store the result for later calls and processes.
 
     Returns:
@@ -123,15 +124,17 @@ def _teach(
     lengths = [*(range(gamma + 1) if requests == 1 else sorted({gamma // 2, gamma})), None]
     prompt = torch.arange(context_length, device=target.device) % draft.config.vocab_size
     nothing, criteria = LogitsProcessorList(), StoppingCriteriaList()
-    config, policy = GenerationConfig(do_sample=True), _EverySize(costs, lengths, learns_after=len(lengths))
-    call = Call(prompt[None], nothing, criteria, config, {}, policy, options=DecodingOptions(prompt_lookup=False))
-    endless = context_length + (1 + gamma) * len(lengths) * (2 + times)
+    options = DecodingOptions(prompt_lookup=False, compile=draft.decoding.compile)
+    warming = 3 if options.compile else 1  # a CUDA graph is recorded in the second round of a size
+    config, policy = GenerationConfig(do_sample=True), _EverySize(costs, lengths, learns_after=warming * len(lengths))
+    call = Call(prompt[None], nothing, criteria, config, {}, policy, options=options)
+    endless = context_length + (1 + gamma) * len(lengths) * (1 + warming + times)
     rows = [Request(row, prompt.cpu(), endless, nothing, StopRule(criteria)) for row in range(requests)]
     drafter = Drafter(target, draft, call, SlotCache(requests))
     loop = DecodingLoop(drafter, call, SlotCache(requests))
     loop.admit(rows, [prompt] * requests)
     kept = [(row.token_ids, torch.cat(row.features)[-3:]) for row in rows]
-    for _ in range(len(lengths) * (1 + times)):
+    for _ in range(len(lengths) * (warming + times)):
         loop.run_round()
         for row, (token_ids, features) in enumerate([] if drafter.support.keeps_states else kept):
             rows[row].token_ids, rows[row].features = token_ids, [features]

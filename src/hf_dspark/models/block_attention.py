@@ -163,12 +163,7 @@ class CachedPass:
         if all_seen and all_near:
             return None
         keys = torch.arange(self.keys_from(window), self.rows.end, device=device)
-        own = keys - to_device(starts, device)[:, None, None, None]  # negative: context
-        slots = torch.arange(width, device=device)[:, None]
-        visible = own <= (slots if self.is_causal else width - 1)
-        if not all_near:
-            visible = visible & torch.where(own < 0, window.sees_context(slots, -own), window.sees_slot(slots, own))
-        return visible.expand(-1, -1, width, -1)
+        return seen_slots(to_device(starts, device), keys, width, None if all_near else window, self.is_causal)
 
     def attend(
         self, layer: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *earlier: torch.Tensor
@@ -183,13 +178,38 @@ class CachedPass:
                 key, value = self.cache.write(layout, *new, layer.layer_idx)
         start, rows = self.keys_from(window), self.rows.to_rows(query)
         key, value = key[:, :, start:], value[:, :, start:]
-        sinks = layer.attention_sink_bias  # all layers of a draft have them, or none
         if window not in self.masks:
-            mask = self.visible(window, query.device)
-            group = query.shape[1] // key.shape[1]
-            self.masks[window] = fold_mask(mask, group, query.dtype) if sinks is None else mask
-        if sinks is None:
-            attended = grouped_attention(rows, key, value, self.masks[window], layer.scaling)
-        else:
-            attended = attend_with_extras(rows, key, value, self.masks[window], layer.scaling, sinks=sinks)
-        return self.rows.to_packed(attended)
+            self.masks[window] = folded_for(layer, self.visible(window, query.device), query, key)
+        return self.rows.to_packed(attend_as(layer, rows, key, value, self.masks[window]))
+
+
+def seen_slots(
+    starts: torch.Tensor, keys: torch.Tensor, width: int, window: SlidingWindow | None, is_causal: bool = False
+) -> torch.Tensor:
+    """Return which slots of the cache `[keys]` the rows of blocks see that begin at `starts` `[R]`,
+    `[R, 1, width, keys]`: the context before them, and their block."""
+    own = keys - starts[:, None, None, None]  # negative: context
+    slots = torch.arange(width, device=keys.device)[:, None]
+    visible = own <= (slots if is_causal else width - 1)
+    if window is not None:
+        visible = visible & torch.where(own < 0, window.sees_context(slots, -own), window.sees_slot(slots, own))
+    return visible.expand(-1, -1, width, -1)
+
+
+def folded_for(
+    layer: nn.Module, mask: torch.Tensor | None, query: torch.Tensor, key: torch.Tensor
+) -> torch.Tensor | None:
+    """Return a boolean mask as a layer's kernel takes it; all layers of a draft have sinks, or none."""
+    if layer.attention_sink_bias is not None:
+        return mask
+    return fold_mask(mask, query.shape[1] // key.shape[1], query.dtype)
+
+
+def attend_as(
+    layer: nn.Module, rows: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None
+) -> torch.Tensor:
+    """Attend from the rows of requests, `[R, heads, width, size]`, under a layer's mask of [`folded_for`]."""
+    sinks = layer.attention_sink_bias
+    if sinks is None:
+        return grouped_attention(rows, key, value, mask, layer.scaling)
+    return attend_with_extras(rows, key, value, mask, layer.scaling, sinks=sinks)

@@ -1,18 +1,26 @@
-"""Packed passes as compiled graphs read them: every number of a round is in a tensor, so that no graph depends on it.
+"""Packed passes of targets and drafts as compiled graphs read them: every number of a round is in a tensor, so that no
+graph depends on it.
 
 A graph is compiled once for all numbers of rows, tokens and slots: on a CPU a pass has the size that it has. CUDA
 graphs are recorded for each size, so on accelerators a pass is padded to one of a few.
 """
 
 import types
-from collections.abc import Callable
+import warnings
+import weakref
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
 from transformers.cache_utils import Cache
 
+from ..cpu import in_graphs
+from ..files import one_line
 from ..sampling.transfers import to_device
+from .block_attention import attend_as, folded_for, seen_slots
 from .slot_cache import SLOT_MULTIPLE, SlotCache, SlotLayout
 
 # Of rows, on accelerators. A graph for single tokens would be one of its own.
@@ -20,39 +28,52 @@ WIDTHS = (2, 4, 8, 16, 32, 64)
 BACKEND = "inductor"
 
 
-class FixedCache(Cache):
-    """What a compiled pass reads of a [`SlotCache`] and of its layout; the graph's inputs, replaced in each pass.
+class FixedSlots(Cache):
+    """What a compiled pass reads of a [`SlotCache`], the graph's inputs, replaced in each pass.
 
-    Padding is written to a slot that no token sees, and what it computes is dropped. Columns of a row that hold no
-    token repeat its last one.
+    Padding is written to a slot that no token sees, and what it computes is dropped.
 
     Attributes:
-        rows, slots, positions (`torch.Tensor`): Where each token is written, and its position, `[T]`.
-        token_of_place, place_of_token (`torch.Tensor`): Which token each column of a row holds, `[R, W]`, and the
-            place of each token among them, `[T]`.
-        starts, depths, sees (`torch.Tensor`): First slot of each row, `[R]`, how deep each column is, `[R, W]`, and
-            which columns it sees, `[R, W, W]`.
+        rows, slots, positions (`torch.Tensor`): Where each packed token is written, and its position, `[T]`.
+        starts (`torch.Tensor`): The first slot of each row's own tokens, `[R]`.
         attended (`torch.Tensor`): The slots that are looked at, 0, 1, ..., `[S]`.
     """
 
-    singly = False
-
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device) -> None:
         super().__init__(layers=[])
+        self.keeps_memory = device.type != "cpu"
         self.stores: dict[tuple[int, str], torch.Tensor] = {}
+        self._kept: dict[tuple[int, str], torch.Tensor] = {}  # of the latest cache on an accelerator
+        self._latest: Callable[[], SlotCache | None] = lambda: None
 
-    def begin(self, cache: SlotCache, layout: SlotLayout, device: torch.device) -> None:
-        """Take over the layout of a pass over the first rows of a cache, which gets room for the whole call."""
-        num_tokens, width = fixed_size(layout, device)
-        end, most = round_up(layout.end), round_up(max(layout.end, cache.limit or 0))
-        cache.grow(end + 1, most + SLOT_MULTIPLE)
-        rows = layout.num_rows
-        self.stores = {name: store if len(store) == rows else store[:rows] for name, store in cache.stores.items()}
-        parts = _numbers_of(layout, num_tokens, width, min(store.shape[2] for store in self.stores.values()) - 1)
+    def _keep(self, cache: SlotCache) -> None:
+        """CUDA graphs are recorded for addresses: a cache gets the memory of an earlier one that is gone, if it has
+        room."""
+        for name, store in cache.stores.items() if self._latest() is None else ():
+            kept = self._kept.get(name, store)
+            same_kind = kept.dtype == store.dtype and kept.shape[:2] == store.shape[:2]
+            if kept is not store and same_kind and kept.shape[2] >= store.shape[2]:
+                kept.zero_()  # see `SlotCache.clear`
+                kept[:, :, : store.shape[2]] = store
+                cache.stores[name] = kept
+        self._kept, self._latest = dict(cache.stores), weakref.ref(cache)
+
+    def take(self, cache: SlotCache, num_rows: int, end: int, numbers: Callable[[int], dict[str, np.ndarray]]) -> None:
+        """Take over the first rows of a cache, which gets room for the whole call, and the numbers of a pass up to
+        some slot, which are made of the slot that no token sees."""
+        longest, end = end, round_up(end)
+        cache.grow(end + 1, round_up(max(longest, cache.limit or 0)) + SLOT_MULTIPLE)
+        if self.keeps_memory:
+            self._keep(cache)
+        self.stores = {
+            name: store if len(store) == num_rows else store[:num_rows] for name, store in cache.stores.items()
+        }
+        parts = numbers(min(store.shape[2] for store in self.stores.values()) - 1)
         flat = torch.from_numpy(np.concatenate([part.ravel() for part in parts.values()]))
+        device = next(iter(self.stores.values())).device
         split = to_device(flat, device).split([part.size for part in parts.values()])
-        for (name, part), numbers in zip(parts.items(), split, strict=True):
-            setattr(self, name, mark_dynamic(numbers.view(part.shape), *range(part.ndim)))
+        for (name, part), found in zip(parts.items(), split, strict=True):
+            setattr(self, name, mark_dynamic(found.view(part.shape), *range(part.ndim)))
         self.attended = mark_dynamic(torch.arange(end, device=device), 0)
         for store in self.stores.values():
             if not hasattr(store, "_dynamo_static_input_type"):
@@ -69,6 +90,61 @@ class FixedCache(Cache):
             store[self.rows, :, self.slots] = states[0].transpose(0, 1).to(store.dtype)
             written.append(store[:, :, : self.attended.shape[0]])
         return tuple(written)
+
+
+class FixedBlocks(FixedSlots):
+    """A cached pass of a draft, see `CachedPass`: new context of all rows, then the slots of their blocks."""
+
+    def __init__(self, device: torch.device, num_slots: int) -> None:
+        super().__init__(device)
+        self.num_slots = num_slots
+
+    def begin(self, cache: SlotCache, counts: Sequence[int], num_features: int) -> None:
+        """Take over a pass that reads so many features of each row, padded to `num_features` in all."""
+        size, counts = self.num_slots, np.array(counts)
+        starts = np.array(cache.lengths[: len(counts)])
+        context = _packed(starts, counts, num_features)
+        blocks = _packed(starts + counts, np.full_like(counts, size), size * len(counts))
+
+        def numbers(unseen: int) -> dict[str, np.ndarray]:
+            rows, slots = (np.concatenate(parts) for parts in zip(context, blocks, strict=True))
+            return {
+                "rows": rows,
+                "slots": np.where(slots < 0, unseen, slots),
+                "positions": slots.clip(0),
+                "starts": starts + counts,
+            }
+
+        self.take(cache, len(counts), int((starts + counts).max()) + size, numbers)
+
+    def position_ids(self, device: torch.device) -> torch.Tensor:
+        return self.positions[None]
+
+    def attend(self, layer: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        """Write keys and values of the packed rows, and attend from those of the blocks: `[1, Q, heads, size]`."""
+        key, value = self.update(key, value, layer.layer_idx)
+        visible = seen_slots(self.starts, self.attended, self.num_slots, layer.window)
+        rows = query[0].unflatten(1, (-1, self.num_slots)).transpose(0, 1)
+        attended = attend_as(layer, rows, key, value, folded_for(layer, visible, query, key))
+        return attended.transpose(1, 2).flatten(0, 1)[None]
+
+
+class FixedCache(FixedSlots):
+    """The cache and the layout of a compiled pass of a target. Columns of a row that hold no token repeat its last
+    one.
+
+    Attributes:
+        token_of_place, place_of_token (`torch.Tensor`): Which token each column of a row holds, `[R, W]`, and the
+            place of each token among them, `[T]`.
+        depths, sees (`torch.Tensor`): How deep each column is, `[R, W]`, and which columns it sees, `[R, W, W]`.
+    """
+
+    singly = False
+
+    def begin(self, cache: SlotCache, layout: SlotLayout, device: torch.device) -> None:
+        """Take over the layout of a pass over the first rows of a cache."""
+        num_tokens, width = fixed_size(layout, device)
+        self.take(cache, layout.num_rows, layout.end, partial(_numbers_of, layout, num_tokens, width))
 
     def to_rows(self, states: torch.Tensor) -> torch.Tensor:
         """Bring packed states `[1, heads, T, size]` into rows `[R, heads, W, size]`."""
@@ -112,11 +188,20 @@ def round_up(slots: int) -> int:
     return -(-slots // multiple) * multiple
 
 
+def _packed(starts: np.ndarray, counts: np.ndarray, num_tokens: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return row and slot of so many tokens, of each row in turn; -1 is the slot of padding."""
+    rows, slots = np.zeros(num_tokens, dtype=np.int64), np.full(num_tokens, -1)
+    own = np.repeat(np.arange(len(counts)), counts)
+    rows[: len(own)] = own
+    slots[: len(own)] = np.arange(len(own)) + (starts + counts - counts.cumsum())[own]
+    return rows, slots
+
+
 def _numbers_of(layout: SlotLayout, num_tokens: int, width: int, unseen: int) -> dict[str, np.ndarray]:
     counts, starts, firsts = map(np.array, (layout.counts, layout.starts, layout.first_tokens))
-    rows = np.repeat(np.arange(len(counts)), counts)
-    columns = np.arange(layout.num_tokens) - firsts[rows]
-    padding = (0, num_tokens - layout.num_tokens)
+    rows, slots = _packed(starts, counts, num_tokens)
+    is_token = slots >= 0
+    columns = np.where(is_token, slots - starts[rows], 0)
     every = np.minimum(np.arange(width), counts[:, None] - 1)
     depths, sees = every, np.broadcast_to(np.tri(width, dtype=np.int64), (len(counts), width, width))
     if layout.parents is not None:
@@ -125,11 +210,11 @@ def _numbers_of(layout: SlotLayout, num_tokens: int, width: int, unseen: int) ->
         sees = np.take_along_axis(sees.astype(np.int64), every[..., None], axis=1)
         sees = np.pad(sees, ((0, 0), (0, 0), (0, width - sees.shape[2])))
     return {
-        "rows": np.pad(rows, padding),
-        "slots": np.pad(starts[rows] + columns, padding, constant_values=unseen),
-        "positions": np.pad(starts[rows] + depths[rows, columns], padding),
+        "rows": rows,
+        "slots": np.where(is_token, slots, unseen),
+        "positions": np.where(is_token, starts[rows] + depths[rows, columns], 0),
         "token_of_place": firsts[:, None] + every,
-        "place_of_token": np.pad(rows * width + columns, padding),
+        "place_of_token": rows * width + columns,
         "starts": starts,
         "depths": depths,
         "sees": sees,
@@ -139,6 +224,40 @@ def _numbers_of(layout: SlotLayout, num_tokens: int, width: int, unseen: int) ->
 def mark_dynamic(tensor: torch.Tensor, *dims: int) -> torch.Tensor:
     torch._dynamo.maybe_mark_dynamic(tensor, list(dims))
     return tensor
+
+
+class CompiledPasses:
+    """A function that is compiled as a whole for one model, whose graphs go with it, and why it is not."""
+
+    def __init__(self, name: str, function: Callable, device: torch.device) -> None:
+        self.obstacle: str | None = None  # why passes are not compiled
+        self.device, self._name, self._has_warned = device, name, False
+        self._compiled = compiled(function, device)
+
+    def _run(self, *args: Any) -> Any:
+        in_graphs.wanted = True
+        try:
+            if self.device.type != "cpu":
+                torch.compiler.cudagraph_mark_step_begin()
+            # Sizes that happen to be equal in the first pass need not be so in others.
+            with torch.fx.experimental._config.patch(use_duck_shape=False):
+                return self._compiled(*args)
+        finally:
+            in_graphs.wanted = False
+
+    def give_up(self, error: Exception) -> None:
+        """Say why a pass failed, and compile no other: it is repeated without."""
+        self.obstacle = f"it could not be compiled ({type(error).__name__}: {one_line(error, size=300)})"
+        self.warn(self.obstacle)
+
+    def warn(self, reason: str) -> None:
+        if not self._has_warned:
+            self._has_warned = True
+            warnings.warn(
+                f"DecodingOptions(compile=...): {self._name} is decoded without compiled graphs, because {reason}. "
+                "The tokens are the same",
+                stacklevel=4,
+            )
 
 
 def compiled(function: Callable, device: torch.device) -> Callable:

@@ -16,6 +16,7 @@ from ..sampling.drafts import Drafts, Sampler
 from ..sampling.transfers import to_device
 from .block_attention import BlockLayout, CachedPass, KeyRanges
 from .configuration_dspark import DSparkConfig
+from .fixed_cache import FixedBlocks
 from .heads import MARKOV_HEADS, ConfidenceHead, Successors, with_successors
 from .layers import Attending, BlockConvolution, DraftLayer, DSparkRMSNorm, DSparkRotaryEmbedding, Rotary
 from .losses import SlotLogits
@@ -109,14 +110,18 @@ class DSparkDraftModel(DraftModel):
         elif self.markov_head is not None and module is self.markov_head.markov_w2:
             nn.init.zeros_(module.weight)  # an untrained head leaves the base logits alone
 
-    def _successors(self) -> Successors | None:
+    def successors(self) -> Successors | None:
+        """Return the table by which the Markov head names some of the candidates, if it does."""
         candidates = self.config.draft_top_k
+        if candidates is None:
+            return None
         # A single candidate is the best one.
         count = min(math.ceil(candidates / SUCCESSORS_ONE_IN), candidates - 1, MOST_SUCCESSORS)
         if self.markov_head is None or not self.markov_head.names_successors or count == 0:
             return None
         table = self._successor_tables.get(count)
-        if table is None or not table.is_current():
+        # Compiled rounds have asked before; a graph cannot.
+        if table is None or not (torch.compiler.is_compiling() or table.is_current()):
             table = self._successor_tables[count] = Successors(self.markov_head, self.config.hidden_size, count)
         return table
 
@@ -144,12 +149,17 @@ class DSparkDraftModel(DraftModel):
         blocks = SlotLayout(after_context, (num_slots,) * len(counts))  # written after the context and never counted
         # Of a single request, both are written at once.
         written = (contexts, blocks) if len(counts) > 1 else (SlotLayout(starts, (counts[0] + num_slots,)),)
-        drafting = CachedPass(cache, written, blocks)
-        block_ids = anchor_ids.new_full((len(counts), num_slots), self.config.mask_token_id)
-        block_ids[:, 0] = anchor_ids
-        block_embeds = self.embed(block_ids).flatten(0, 1)[None]
-        hidden = self.backbone(block_embeds, features[None], drafting.position_ids(self.device), drafting)
-        return hidden.view(len(counts), num_slots, -1)
+        return self.read_cached(anchor_ids, features, CachedPass(cache, written, blocks))
+
+    def read_cached(
+        self, anchor_ids: torch.Tensor, features: torch.Tensor, drafting: CachedPass | FixedBlocks
+    ) -> torch.Tensor:
+        """Run a cached pass over new context `[T, m*d]` and one block after each anchor `[R]`; return h
+        `[R, slots, d]`."""
+        masks = anchor_ids.new_full((len(anchor_ids), self.config.num_slots - 1), self.config.mask_token_id)
+        block_embeds = self.embed(torch.cat([anchor_ids[:, None], masks], dim=1)).flatten(0, 1)[None]
+        hidden = self.backbone(block_embeds, features[None], drafting.position_ids(features.device), drafting)
+        return hidden.view(len(anchor_ids), self.config.num_slots, -1)
 
     def _draw(
         self, hidden: torch.Tensor, anchor_ids: torch.Tensor, sampler: Sampler, num_tokens: int | None, *more: Any
@@ -167,7 +177,7 @@ class DSparkDraftModel(DraftModel):
         """
         tokens, state, top_k, kept_ids = anchor_ids, None, self.config.draft_top_k, self.draft_token_ids()
         best = None if top_k is None else largest(base_logits, top_k)[1]
-        successors = None if top_k is None else self._successors()
+        successors = self.successors()
         if self.markov_head is not None and self.markov_head.reads_anchor_slot and not self.config.sample_from_anchor:
             _, state = self.markov_head.transition(self.markov_embedding(tokens), hidden[:, 0], None)
         hidden = self.predicting(hidden)[:, : base_logits.shape[1]]

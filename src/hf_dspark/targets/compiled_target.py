@@ -3,7 +3,6 @@
 The first passes of a target wait for the compiler. What cannot be compiled is run as without it.
 """
 
-import warnings
 import weakref
 from types import SimpleNamespace
 from typing import Any
@@ -12,9 +11,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from ..cpu import in_graphs
-from ..files import one_line
-from ..models.fixed_cache import WIDTHS, FixedCache, compiled, mark_dynamic
+from ..models.fixed_cache import WIDTHS, CompiledPasses, FixedCache, mark_dynamic
 from ..models.slot_cache import SlotLayout
 from .feature_capture import TRACED, FeatureCapture
 from .support import LENGTH_DEPENDENT_ROPE, TargetSupport
@@ -24,14 +21,13 @@ BY_TOKEN = {"input_ids", "token_type_ids"}
 _known: "weakref.WeakKeyDictionary[TargetSupport, CompiledTarget]" = weakref.WeakKeyDictionary()
 
 
-class CompiledTarget:
-    """The compiled passes of one target, whose graphs go with it. Get it by [`CompiledTarget.of`]."""
+class CompiledTarget(CompiledPasses):
+    """The compiled passes of one target. Get it by [`CompiledTarget.of`]."""
 
     def __init__(self, support: TargetSupport) -> None:
-        self.obstacle = obstacle_of(support)  # why passes are not compiled
-        self._name, self._cache_argument, self.device = support.name, support.cache_argument, support.input_device
-        self.cache, self._has_warned = FixedCache(), False
-        self._run = compiled(_run, self.device)
+        super().__init__(support.name, _run, support.input_device)
+        self.obstacle, self._cache_argument = obstacle_of(support), support.cache_argument
+        self.cache = FixedCache(self.device)
 
     @classmethod
     def of(cls, support: TargetSupport, wanted: bool | str) -> "CompiledTarget | None":
@@ -43,7 +39,7 @@ class CompiledTarget:
         found, reason = _known[support], "hooks are around its modules" if support.is_hooked else None
         reason = found.obstacle or reason
         if reason is not None and wanted != "auto":
-            found._warn(reason)
+            found.warn(reason)
         return found if reason is None else None
 
     def takes(self, layout: SlotLayout, inputs: dict[str, Any]) -> bool:
@@ -66,33 +62,16 @@ class CompiledTarget:
         by_token = {name: nn.functional.pad(inputs[name], padding) for name in inputs.keys() & BY_TOKEN}
         by_token["position_ids"] = fixed.positions[None]
         inputs = inputs | {name: mark_dynamic(part, 1) for name, part in by_token.items()}
-        in_graphs.wanted = True
         try:
-            if self.device.type != "cpu":
-                torch.compiler.cudagraph_mark_step_begin()
             logits, states = self._run(target, fixed, self._cache_argument, layer_ids, inputs)
         finally:
-            fixed.stores, in_graphs.wanted = {}, False
+            fixed.stores = {}
             TRACED.clear()
         if self.device.type != "cpu":  # the next pass writes where this one did
             logits = logits.clone()
         if capture is not None:
             capture.keep(states, len(fixed.rows))
         return SimpleNamespace(logits=logits[:, :num_tokens], hidden_states=None)
-
-    def give_up(self, error: Exception) -> None:
-        """Say why a pass failed, and compile no other: it is repeated without."""
-        self.obstacle = f"it could not be compiled ({type(error).__name__}: {one_line(error, size=300)})"
-        self._warn(self.obstacle)
-
-    def _warn(self, reason: str) -> None:
-        if not self._has_warned:
-            self._has_warned = True
-            warnings.warn(
-                f"DecodingOptions(compile=...): {self._name} is decoded without compiled graphs, because {reason}. "
-                "The tokens are the same",
-                stacklevel=4,
-            )
 
 
 def _run(
