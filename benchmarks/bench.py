@@ -24,6 +24,7 @@ from torch import nn
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
+    CompileConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
     Qwen3_5TextConfig,
@@ -215,6 +216,15 @@ class Way:
     drafted: bool
     packed: bool
     compiled: bool = False
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """What `generate()` is given."""
+        if self.drafted or not self.compiled:
+            return {}
+        config = CompileConfig(mode="default" if not torch.cuda.is_available() else "reduce-overhead")
+        config._compile_all_devices = True  # transformers does so by itself on GPUs alone
+        return {"cache_implementation": "static", "compile_config": config}
 
 
 WAYS = (

@@ -113,8 +113,7 @@ def replayed_cell(
     for index in tqdm(range(-1, repetitions), desc=f"{rows} rows, {regime}"):
         for way in ways:
             limits = {"max_new_tokens": 1 + (new_tokens if way.drafted else PLAIN_TOKENS), **SAMPLINGS[regime]}
-            if way.compiled and not way.drafted:
-                limits["cache_implementation"] = "static"
+            limits |= way.arguments
             rounds = bench.representative(accepted, new_tokens, rows, max(index, 0))
             options = bench.decoding(draft, FullBlock(), compile=way.compiled)
             with options, bench.replaying(rounds), bench.kernels(target, draft, way.packed):
@@ -126,19 +125,22 @@ def replayed_cell(
     return cell_of(runs, steps)
 
 
-def batch(rows: tuple[int, ...] = (8, 32, 64), repetitions: int = 5) -> Iterator[Cell]:
-    """The shipped pair on batches of held-out prompts: tokens per second of whole calls."""
+def batch(rows: tuple[int, ...] = (8, 32, 64), repetitions: int = 5, compiled: bool = False) -> Iterator[Cell]:
+    """The shipped pair on batches of held-out prompts: tokens per second of whole calls. `compiled` as in `replay`."""
     target, draft, tokenizer = bench.load_pair()
     ids, cells, policies = bench.held_out_ids(tokenizer), [], {"full block": FullBlock(), "scheduled": None}
+    if compiled:  # a longer prompt than before makes transformers compile again
+        ids.sort(key=len, reverse=True)
     for size, (regime, sampling) in itertools.product(rows, SAMPLINGS.items()):
-        prompts = [ids[index % len(ids)] for index in range(size)]
         runs: dict[tuple[str, str], list[bench.Call]] = {}
         for index in tqdm(range(repetitions), desc=f"{size} {regime}"):
-            for way in bench.ways_of():
+            prompts = [ids[(index * size + row) % len(ids)] for row in range(size)]
+            for way in bench.ways_of(compiled=compiled):
                 for name in policies if way.drafted else ["plain"]:
-                    with bench.kernels(target, draft, way.packed), bench.decoding(draft, policies.get(name)):
-                        assistant = draft if way.drafted else None
-                        call = bench.decode(target, prompts, index, assistant, max_new_tokens=128, **sampling)
+                    options = bench.decoding(draft, policies.get(name), compile=way.compiled)
+                    with bench.kernels(target, draft, way.packed), options:
+                        assistant, more = draft if way.drafted else None, sampling | way.arguments
+                        call = bench.decode(target, prompts, index, assistant, max_new_tokens=128, **more)
                     runs.setdefault((way.name, name), []).append(call)
         cells.append({"rows": size, "regime": regime} | batch_cell(runs, policies, regime == "greedy"))
         yield {"cells": cells}

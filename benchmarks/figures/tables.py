@@ -203,6 +203,20 @@ def larger_models() -> Rows:
         yield size, name, count, *map(number, speedups), number(next(iter(cells.values()))["tau"])
 
 
+@table("compiled_pair", "compiled_0.6b", "loop_h200_4b")
+def compiled_rounds() -> Rows:
+    """Compiled rounds against eager ones, and against plain decoding that transformers compiles."""
+    yield "target", "machine", "rows", "", "of an eager call", "over plain", "over compiled plain", "τ"
+    for result in map(load, TABLES["compiled_rounds"].files):
+        for cell in result["cells"]:
+            facts = {key: value["full block"] if isinstance(value, dict) and "full block" in value else value
+                     for key, value in cell.items()}  # fmt: skip
+            eager = facts.get("speedup_unpacked", facts["speedup"]) / facts["speedup_compiled"]
+            size = cell.get("geometry", "shipped pair").replace("qwen", "Qwen").replace("b", "B")
+            ratios = eager, facts["speedup_compiled"], facts["speedup_over_compiled"], facts["tau"]
+            yield size, machine(result), cell["rows"], cell["regime"], *map(number, ratios)
+
+
 @table("hybrid_replay")
 def hybrid_sizes() -> Rows:
     yield "", "τ", "as it is", "same kernels", "second reading, of a plain step"

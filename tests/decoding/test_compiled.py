@@ -12,7 +12,14 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from hf_dspark import ConfidenceThreshold, DecodingOptions, FullBlock, Scheduler, ThroughputTable
+from hf_dspark import (
+    ConfidenceThreshold,
+    DecodingOptions,
+    FullBlock,
+    Scheduler,
+    ThroughputTable,
+    profile_throughput,
+)
 from hf_dspark.decoding import compiled_drafting, hook
 from hf_dspark.models import fixed_cache
 from hf_dspark.models.fixed_cache import fixed_size
@@ -62,7 +69,7 @@ def graphs(monkeypatch) -> list[torch.fx.GraphModule]:
 def uncompiled(monkeypatch) -> None:
     """Run what would be compiled as it is, on any device."""
     forget(monkeypatch)
-    monkeypatch.setattr(fixed_cache, "compiled", lambda function, device: function)
+    monkeypatch.setattr(compiled_target, "compiled", lambda function, device: function)
 
 
 @pytest.fixture(autouse=True)
@@ -131,6 +138,15 @@ def test_no_graph_is_made_after_the_first_rounds(graphs, pair):
         accepted |= set(statistics.accepted)
     assert len(graphs) == warm == 2  # of the target and the draft
     assert len(accepted) >= 5
+
+
+def test_a_profile_measures_the_graphs_of_calls(graphs, pair):
+    target, draft = pair
+    decoded(pair, 1, DecodingOptions(policy=FullBlock(), compile=True), do_sample=True, top_k=0)
+    draft.decoding = DecodingOptions(compile=True)
+    profile_throughput(target, draft, batch_sizes=(1,), context_lengths=(16,), repetitions=1, cache=False)
+    draft.decoding = DecodingOptions()
+    assert len(graphs) == 2
 
 
 @pytest.mark.parametrize("policy", [FullBlock(), TREES], ids=["chains", "trees"])

@@ -10,13 +10,13 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from ..models.fixed_cache import CompiledPasses, FixedBlocks, mark_dynamic
+from ..models.fixed_cache import FixedBlocks, mark_dynamic
 from ..models.modeling_draft import DraftModel
 from ..models.modeling_dspark import DSparkDraftModel
 from ..models.slot_cache import SlotCache
 from ..sampling.distributions import TokenDistribution
 from ..sampling.drafts import DraftBlock, Drafts, Sampler
-from ..targets.compiled_target import CompiledTarget
+from ..targets.compiled_target import CompiledPasses, CompiledTarget
 from .logits_processing import DraftProcessor
 from .tree_drafting import Chains
 

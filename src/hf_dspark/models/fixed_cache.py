@@ -6,7 +6,6 @@ graphs are recorded for each size, so on accelerators a pass is padded to one of
 """
 
 import types
-import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -17,8 +16,6 @@ import torch
 from torch import nn
 from transformers.cache_utils import Cache
 
-from ..cpu import in_graphs
-from ..files import one_line
 from ..sampling.transfers import to_device
 from .block_attention import attend_as, folded_for, seen_slots
 from .slot_cache import SLOT_MULTIPLE, SlotCache, SlotLayout
@@ -224,40 +221,6 @@ def _numbers_of(layout: SlotLayout, num_tokens: int, width: int, unseen: int) ->
 def mark_dynamic(tensor: torch.Tensor, *dims: int) -> torch.Tensor:
     torch._dynamo.maybe_mark_dynamic(tensor, list(dims))
     return tensor
-
-
-class CompiledPasses:
-    """A function that is compiled as a whole for one model, whose graphs go with it, and why it is not."""
-
-    def __init__(self, name: str, function: Callable, device: torch.device) -> None:
-        self.obstacle: str | None = None  # why passes are not compiled
-        self.device, self._name, self._has_warned = device, name, False
-        self._compiled = compiled(function, device)
-
-    def _run(self, *args: Any) -> Any:
-        in_graphs.wanted = True
-        try:
-            if self.device.type != "cpu":
-                torch.compiler.cudagraph_mark_step_begin()
-            # Sizes that happen to be equal in the first pass need not be so in others.
-            with torch.fx.experimental._config.patch(use_duck_shape=False):
-                return self._compiled(*args)
-        finally:
-            in_graphs.wanted = False
-
-    def give_up(self, error: Exception) -> None:
-        """Say why a pass failed, and compile no other: it is repeated without."""
-        self.obstacle = f"it could not be compiled ({type(error).__name__}: {one_line(error, size=300)})"
-        self.warn(self.obstacle)
-
-    def warn(self, reason: str) -> None:
-        if not self._has_warned:
-            self._has_warned = True
-            warnings.warn(
-                f"DecodingOptions(compile=...): {self._name} is decoded without compiled graphs, because {reason}. "
-                "The tokens are the same",
-                stacklevel=4,
-            )
 
 
 def compiled(function: Callable, device: torch.device) -> Callable:

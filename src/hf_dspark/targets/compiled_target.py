@@ -3,7 +3,9 @@
 The first passes of a target wait for the compiler. What cannot be compiled is run as without it.
 """
 
+import warnings
 import weakref
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,7 +13,9 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from ..models.fixed_cache import WIDTHS, CompiledPasses, FixedCache, mark_dynamic
+from ..cpu import in_graphs
+from ..files import one_line
+from ..models.fixed_cache import WIDTHS, FixedCache, compiled, mark_dynamic
 from ..models.slot_cache import SlotLayout
 from .feature_capture import TRACED, FeatureCapture
 from .support import LENGTH_DEPENDENT_ROPE, TargetSupport
@@ -19,6 +23,40 @@ from .support import LENGTH_DEPENDENT_ROPE, TargetSupport
 BY_TOKEN = {"input_ids", "token_type_ids"}
 
 _known: "weakref.WeakKeyDictionary[TargetSupport, CompiledTarget]" = weakref.WeakKeyDictionary()
+
+
+class CompiledPasses:
+    """A function that is compiled as a whole for one model, whose graphs go with it, and why it is not."""
+
+    def __init__(self, name: str, function: Callable, device: torch.device) -> None:
+        self.obstacle: str | None = None  # why passes are not compiled
+        self.device, self._name, self._has_warned = device, name, False
+        self._compiled = compiled(function, device)
+
+    def _run(self, *args: Any) -> Any:
+        in_graphs.wanted = True
+        try:
+            if self.device.type != "cpu":
+                torch.compiler.cudagraph_mark_step_begin()
+            # Sizes that happen to be equal in the first pass need not be so in others.
+            with torch.fx.experimental._config.patch(use_duck_shape=False):
+                return self._compiled(*args)
+        finally:
+            in_graphs.wanted = False
+
+    def give_up(self, error: Exception) -> None:
+        """Say why a pass failed, and compile no other: it is repeated without."""
+        self.obstacle = f"it could not be compiled ({type(error).__name__}: {one_line(error, size=300)})"
+        self.warn(self.obstacle)
+
+    def warn(self, reason: str) -> None:
+        if not self._has_warned:
+            self._has_warned = True
+            warnings.warn(
+                f"DecodingOptions(compile=...): {self._name} is decoded without compiled graphs, because {reason}. "
+                "The tokens are the same",
+                stacklevel=4,
+            )
 
 
 class CompiledTarget(CompiledPasses):
