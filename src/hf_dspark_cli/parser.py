@@ -152,6 +152,34 @@ def race(parser: ArgumentParser) -> None:
     _add_models(parser, "; one that names the target on the Hub, or lies in the cache, unless given")
 
 
+def serve(parser: ArgumentParser) -> None:
+    """Answer requests over HTTP: transformers' own server, whose model decodes with a draft.
+
+    Has the routes of `transformers serve`, OpenAI's among them. Several clients take turns. Needs the extra serving of
+    transformers. Ctrl-C ends it.
+
+    example: hf-dspark serve examples/gsm8k_pair/target --draft examples/gsm8k_pair/draft --port 8000
+    """
+    _add_target(parser, served=True)
+    add = parser.add_argument_group("server").add_argument
+    add("--host", default="localhost", metavar="ADDRESS", help="to listen at; only this machine unless given")
+    add("--port", type=within(int, 0, 65535), default=8000, metavar="N", help="to listen at; 0 is any (%(default)s)")
+    add("--enable_cors", action="store_true", help="let web pages from anywhere send requests")
+
+
+def chat(parser: ArgumentParser) -> None:
+    """Chat on this terminal: transformers' own chat, with a server like that of `serve` for itself.
+
+    Needs the extra serving of transformers.
+
+    example: hf-dspark chat HuggingFaceTB/SmolLM2-135M-Instruct do_sample=False max_new_tokens=100 --draft auto
+    """
+    _add_target(parser, served=True)
+    add = parser.add_argument
+    add("generate_flags", nargs="*", type=setting, metavar="NAME=VALUE", help="options of generate()")
+    add("--system_prompt", metavar="TEXT", help="told to the model first")
+
+
 def regenerate(parser: ArgumentParser) -> None:
     """Let a target answer prompts itself, to train a draft on.
 
@@ -326,6 +354,7 @@ def push(parser: ArgumentParser) -> None:
 # The commands by the module that runs them, in functions run_<command>.
 COMMANDS: dict[str, tuple[Callable[[ArgumentParser], None], ...]] = {
     "generate": (generate, race, regenerate),
+    "serve": (serve, chat),
     "train": (train,),
     "measure": (calibrate, profile, eval_),
     "share": (inspect, convert, push),
@@ -369,11 +398,16 @@ def _add_layout(parser: ArgumentParser) -> None:
     parser.add_argument("--block_layout", choices=("anchor", "fill_in"), help=layout)
 
 
-def _add_target(parser: ArgumentParser) -> None:
+def _add_target(parser: ArgumentParser, served: bool = False) -> None:
     group = parser.add_argument_group("target")
     add = group.add_argument
-    add("--target", type=model, required=True, metavar="MODEL", help="Hub id or folder of the target")
-    add("--target_revision", default="main", metavar="REVISION", help="branch, tag or commit on the Hub")
+    if served:
+        parser.add_argument("model", type=model, metavar="MODEL", help="folder, or Hub id with or without @REVISION")
+        what = "Hub id or folder of its draft; auto looks for one, ngram drafts from the prompt (%(default)s)"
+        parser.add_argument("--draft", type=model, default="auto", metavar="MODEL", help=what)
+    else:
+        add("--target", type=model, required=True, metavar="MODEL", help="Hub id or folder of the target")
+        add("--target_revision", default="main", metavar="REVISION", help="branch, tag or commit on the Hub")
     add("--dtype", choices=DTYPES, default="auto", help="of all weights; only float32 keeps every greedy token")
     add("--device_map", metavar="WHERE", help="auto, cpu, cuda:0, ...; the accelerator, if there is one, unless given")
     add("--trust_remote_code", action="store_true", help="run the code of the target's repository; read it first")
@@ -441,6 +475,12 @@ def new(path: str) -> str:
     if Path(path).exists():
         raise ArgumentTypeError(f"{path} exists: name another, or delete it")
     return writable(path)
+
+
+def setting(word: str) -> str:
+    if "=" not in word:
+        raise ArgumentTypeError(f"must be NAME=VALUE, got {word!r}")
+    return word
 
 
 def task(word: str) -> tuple[str, str]:

@@ -1,0 +1,109 @@
+"""`hf-dspark serve` and `chat`: transformers' own server and chat, with a model that decodes with a draft."""
+
+import logging
+import os
+import socket
+from argparse import Namespace
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stdout, suppress
+from threading import Thread
+from typing import Any
+from weakref import WeakSet
+
+from transformers.cli.chat import Chat
+from transformers.cli.serve import Serve
+from transformers.cli.serving.model_manager import ModelManager
+
+from hf_dspark.decoding.attach import attach
+from hf_dspark.models.auto import names_a_draft
+
+from . import Console
+from .models import values_of
+
+LOOPBACK = "127.0.0.1"
+
+
+class _Server(Serve):
+    """Loads its model, and leaves the start to its owner."""
+
+    def start_server(self) -> None:
+        pass
+
+
+def run_serve(options: Namespace, console: Console) -> bool:
+    settings = values_of(options, "host", "port", "enable_cors")
+    with _listen(options.host, options.port) as listener, _loaded(options, **settings) as (serve, served):
+        host = f"[{options.host}]" if ":" in options.host else options.host
+        served["url"] = f"http://{host}:{listener.getsockname()[1]}/v1"
+        console.show(f"{served['model']} at {served['url']}, draft: {served['draft'] or 'none'}")
+        if not served["chat"]:
+            console.note(f"{served['model']} has no chat template: /completions is all that it answers")
+        console.document(served)
+        with suppress(KeyboardInterrupt):  # which is how a server ends
+            serve.server.run([listener])
+    return True
+
+
+def run_chat(options: Namespace, console: Console) -> bool:
+    saved = os.path.abspath("chat_history")
+    with _listen(LOOPBACK, 0) as listener, _loaded(options, log_level="error") as (serve, served):
+        if not served["chat"]:
+            raise ValueError(f"{served['model']} has no chat template: chat with a model that has one")
+        for name in ("uvicorn.access", "uvicorn.error"):
+            logging.getLogger(name).setLevel(logging.WARNING)
+        thread = Thread(target=serve.server.run, args=([listener],))
+        thread.start()
+        try:
+            with redirect_stdout(console.output), suppress(EOFError, KeyboardInterrupt):
+                url, asked = f"http://{LOOPBACK}:{listener.getsockname()[1]}", options.generate_flags
+                Chat(served["model"], url, asked, system_prompt=options.system_prompt, save_folder=saved)
+        finally:
+            serve.server.should_exit = True
+            thread.join()
+    return True
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    """Take the port before a model is loaded."""
+    try:
+        return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+    except OSError as error:
+        why = str(error.strerror).partition(" (")[0]
+        cure = "give another --port, or an address of this machine as --host"
+        raise ValueError(f"cannot listen at port {port} of {host} ({why}): {cure}") from error
+
+
+@contextmanager
+def _loaded(options: Namespace, **settings: Any) -> Iterator[tuple[Serve, dict[str, Any]]]:
+    """Yield transformers' server, and what it serves: the names of a model and its draft, and whether it can chat.
+
+    A model in a folder is named after it, and served from the folder around it: no answer tells a path.
+    """
+    settings |= values_of(options, "dtype", "trust_remote_code") | {"device": options.device_map or "auto"}
+    if options.load_in_8bit or options.load_in_4bit:
+        settings["quantization"] = "bnb-8bit" if options.load_in_8bit else "bnb-4bit"
+    draft = os.path.abspath(options.draft) if os.path.isdir(options.draft) else options.draft
+    around, name = os.getcwd(), options.model
+    if os.path.isdir(name):
+        if names_a_draft(name):
+            raise ValueError(f"{name} is a draft: name its target, and the draft as --draft")
+        around, name = os.path.split(os.path.realpath(name))
+    served: dict[str, Any] = {"model": name}
+    known, load = WeakSet(), ModelManager.load_model_and_processor
+
+    def load_and_attach(manager: ModelManager, called: str, *args: Any, **kwargs: Any):
+        model, processor = load(manager, called, *args, **kwargs)
+        if called == served.setdefault("id", called) and model not in known:  # it alone, and after /reset again
+            known.add(model)
+            found = attach(model, draft).draft
+            served["draft"] = getattr(found, "name_or_path", None) if options.draft == "auto" else options.draft
+            served["chat"] = getattr(processor, "chat_template", None) is not None
+        return model, processor
+
+    before, ModelManager.load_model_and_processor = os.getcwd(), load_and_attach
+    os.chdir(around)
+    try:
+        yield _Server(name, non_blocking=True, **settings), served
+    finally:
+        ModelManager.load_model_and_processor = load
+        os.chdir(before)
