@@ -24,10 +24,8 @@ LOOPBACK = "127.0.0.1"
 
 
 class _Server(Serve):
-    """Loads its model, and leaves the start to its owner."""
-
     def start_server(self) -> None:
-        pass
+        """Leave it to who made this: by now the model is loaded."""
 
 
 def run_serve(options: Namespace, console: Console) -> bool:

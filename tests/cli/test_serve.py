@@ -134,6 +134,23 @@ def test_clients_at_once_get_what_they_get_alone(served):
 
 
 @needs_server
+def test_of_two_hundred_requests_none_is_lost_beside_a_reader_that_takes_its_time(served):
+    slow = HTTPConnection(LOOPBACK, served.port, timeout=120)
+    body = {"prompt": PROMPTS[0], "max_tokens": 40, "temperature": 0, "stream": True}
+    slow.request("POST", TEXT, json.dumps(body), JSON)
+    first = slow.getresponse()
+    start = first.read(1)
+    with ThreadPoolExecutor(32) as clients:
+        asked = [PROMPTS[place % 4] for place in range(200)]
+        answers = list(clients.map(lambda prompt: served.ask(prompt, TEXT, max_tokens=3), asked))
+    plain = {prompt: served.plain(prompt, TEXT, max_new_tokens=3) for prompt in PROMPTS}
+    assert answers == [plain[prompt] for prompt in asked]
+    parts = [json.loads(line[6:]) for line in (start + first.read()).split(b"\n") if line.startswith(b"data: {")]
+    assert "".join(part["choices"][0]["text"] or "" for part in parts) == served.plain(PROMPTS[0], TEXT)
+    slow.close()
+
+
+@needs_server
 def test_a_client_that_goes_away_stops_its_answer_and_disturbs_nobody(served):
     before = served.attached.num_assisted, served.attached.num_plain
     connection = socket.create_connection((LOOPBACK, served.port), timeout=60)
