@@ -179,9 +179,10 @@ def each_block(target, draft, processors):
     with FeatureCapture(TargetSupport.of(target), draft.config.target_layer_ids) as capture, torch.no_grad():
         target(PROMPT[:, :-1])
         features = capture.take(draft.device, draft.dtype)
+    ids = PROMPT[0, 1 - draft.reads_own_tokens :]
     for path in itertools.product(range(VOCAB), repeat=draft.config.block_size):
         sampler = EnumeratingSampler(path, processors, not draft.config.enable_confidence_head)
-        yield path, draft.draft_block(PROMPT[:, -1], features, SlotCache(), sampler, committed_ids=PROMPT[0, 1:])
+        yield path, draft.draft_block(PROMPT[:, -1], features, SlotCache(), sampler, committed_ids=ids)
 
 
 def planned_length(policy, block):

@@ -29,6 +29,7 @@ SUBSTITUTES = {
     "examples/smollm2/draft": "examples/gsm8k_pair/draft",  # its target is a download
     "--target Qwen/Qwen3-4B --license": "--target someone/target --license",  # a card names it, nobody loads it
     "Qwen/Qwen3-4B": "examples/gsm8k_pair/target",
+    "Qwen/Qwen3-0.6B": "examples/gsm8k_pair/target",
     "user/Qwen3-4B-DSpark": "examples/gsm8k_pair/draft",
     "--eval_rows 200": "--eval_rows 2",
     "rows[200:]": "rows[2:]",

@@ -60,7 +60,7 @@ def test_pages_of_the_manual_run_as_printed():
     names: dict[str, object] = {}
     for page in QUICK:
         for block in python_of(ROOT / page):
-            exec(block, names)
+            exec(substituted(block), names)
 
 
 def recipes() -> list:

@@ -37,6 +37,7 @@ if TYPE_CHECKING:  # for editors; _NAMES says the same
     from .scheduling.policies import Policy as Policy
     from .scheduling.rounds import Rounds as Rounds
     from .scheduling.scheduler import Scheduler as Scheduler
+    from .targets.assistant_draft import AssistantDraft as AssistantDraft
     from .targets.check import check_target as check_target
     from .training.arguments import DSparkTrainingArguments as DSparkTrainingArguments
     from .training.target_states import cache_features as cache_features
@@ -67,6 +68,7 @@ _NAMES = {
     "models.prompt_lookup": "PromptLookup",
     "hub.convert": "convert_checkpoint",
     "hub.inspection": "inspect_draft",
+    "targets.assistant_draft": "AssistantDraft",
     "targets.check": "check_target",
     "training.arguments": "DSparkTrainingArguments",
     "training.target_states": "cache_features",

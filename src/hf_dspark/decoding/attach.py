@@ -6,7 +6,7 @@ import threading
 import warnings
 import weakref
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from difflib import get_close_matches
 from typing import Any
 
@@ -15,9 +15,10 @@ from transformers.utils import logging
 
 from ..files import one_line
 from ..models import publisher
-from ..models.auto import load_draft, require_draft, require_target
+from ..models.auto import load_draft, loader_of, require_draft, require_target
 from ..models.modeling_draft import DraftModel
 from ..models.prompt_lookup import PromptLookup
+from ..targets.assistant_draft import AssistantDraft, as_draft
 from ..targets.support import TargetSupport
 from .checks import refuse
 from .hook import plan_call
@@ -86,7 +87,7 @@ def attachment_of(target: Any) -> Attachment | None:
     return None if attached is None or attached.draft is None else attached
 
 
-def attach(target: PreTrainedModel, draft: DraftModel | str | os.PathLike = AUTO, **options: Any) -> Attachment:
+def attach(target: PreTrainedModel, draft: PreTrainedModel | str | os.PathLike = AUTO, **options: Any) -> Attachment:
     """Let all later calls of `target.generate()` decode with a draft, whoever makes them: `pipeline`, TRL, lm-eval.
 
     The output stays that of plain `generate()`. A call that a draft cannot assist (beams, a static cache, ...) is
@@ -96,10 +97,10 @@ def attach(target: PreTrainedModel, draft: DraftModel | str | os.PathLike = AUTO
 
     Args:
         target (`PreTrainedModel`): The causal LM, or what PEFT or `torch.compile` made of it.
-        draft ([`DraftModel`], `str` or `PathLike`): A draft, which replaces one that is attached; the folder or
-            repository of one; `"ngram"` for [`PromptLookup`]; or `"auto"` for what is found on the Hub, by the
-            `base_model` of its card, or in the local cache. A log line says what was taken; if nothing is found, calls
-            stay plain.
+        draft (`PreTrainedModel`, `str` or `PathLike`): A draft, which replaces one that is attached, or a causal LM
+            with the target's tokenizer (an [`AssistantDraft`]); the folder or repository of one; `"ngram"` for
+            [`PromptLookup`]; or `"auto"` for a draft that is found on the Hub, by the `base_model` of its card, or in
+            the local cache. A log line says what was taken; if nothing is found, calls stay plain.
         options: For loading a draft by its name, as in `from_pretrained`. Default: dtype and device of the target.
 
     Returns:
@@ -122,11 +123,11 @@ def attach(target: PreTrainedModel, draft: DraftModel | str | os.PathLike = AUTO
         draft = PromptLookup(target)
     if isinstance(draft, str | os.PathLike):
         name = os.fspath(draft)
-        draft = _found(target, options) if name == AUTO else _loaded(target, name, options)
+        draft = _found(target, options) if name == AUTO else _named(target, name, options)
     elif options:
         raise TypeError(f"{', '.join(options)} are for loading a draft by its name, got a {type(draft).__name__}")
     else:
-        _require_fit(target, draft)
+        draft = _require_fit(target, as_draft(draft, target))
     return Attachment(target, draft)
 
 
@@ -152,11 +153,17 @@ def _called(target: Any) -> PreTrainedModel:
     return getattr(inner.generate, "__self__", inner)
 
 
-def _loaded(target: PreTrainedModel, name: str, options: dict[str, Any]) -> DraftModel:
+def _named(target: PreTrainedModel, name: str, options: dict[str, Any]) -> DraftModel:
     if not os.path.exists(name) and (near := get_close_matches(name.lower(), (AUTO, NGRAM), 1, 0.7)):
         raise ValueError(f"there is no draft {name!r}; did you mean {near[0]!r}?")
+    return _loaded(target, name, options, loader_of(name, options, AssistantDraft.from_pretrained))
+
+
+def _loaded(
+    target: PreTrainedModel, name: str, options: dict[str, Any], load: Callable[..., DraftModel] = load_draft
+) -> DraftModel:
     device = TargetSupport.of(target).input_device
-    draft = load_draft(name, target=target, **{"dtype": target.dtype} | options)
+    draft = load(name, target=target, **{"dtype": target.dtype} | options)
     is_there = "device_map" in options or draft.device == device
     return _require_fit(target, draft if is_there else draft.to(device))
 

@@ -214,7 +214,8 @@ class Drafter:
         nothing = torch.empty(0, width, device=draft.device, dtype=draft.dtype)
         anchors = joined([request.anchor for request in requests])
         # The features end right before the anchor, so the token after each of them is committed.
-        committed_ids = joined(list(map(Request.last_ids, requests, num_features)))
+        counts = [count + draft.reads_own_tokens for count in num_features]
+        committed_ids = joined(list(map(Request.last_ids, requests, counts)))
         before = self.cache.lengths
         try:
             with _own_precision(draft):

@@ -16,6 +16,7 @@ from ..scheduling.policies import ConfidenceThreshold, FullBlock, Policy
 from ..scheduling.scheduler import Scheduler
 from ..scheduling.step_costs import experience_of
 from ..targets.adapters import restore_adapters
+from ..targets.assistant_draft import as_draft
 from ..targets.compiled_target import CompiledTarget
 from ..targets.support import TargetSupport
 from ..targets.transformers_api import generation_obstacles, warn_if_untested
@@ -45,7 +46,7 @@ USUAL_NODES = 15  # of trees that are asked for where no cost is known
 USUAL_COST = ThroughputTable((1, 64), (2.0, 1.0))
 
 
-def decode_with(draft: DraftModel, options: DecodingOptions | None = None) -> Callable:
+def decode_with(draft: PreTrainedModel, options: DecodingOptions | None = None) -> Callable:
     """Return a decoding method for `target.generate(..., custom_generate=decode_with(draft))`.
 
     The same as `assistant_model=draft` through transformers' public door, with none of the wraps needed.
@@ -54,7 +55,7 @@ def decode_with(draft: DraftModel, options: DecodingOptions | None = None) -> Ca
     transformers' default there and means nothing: pass `options`.
 
     Args:
-        draft ([`DraftModel`]): The target's draft.
+        draft (`PreTrainedModel`): The target's draft, or a causal LM with its tokenizer, see [`AssistantDraft`].
         options ([`DecodingOptions`], *optional*): How to decode. Default: `draft.decoding`.
 
     Example:
@@ -64,6 +65,7 @@ def decode_with(draft: DraftModel, options: DecodingOptions | None = None) -> Ca
     output = target.generate(**inputs, custom_generate=decode_with(draft, options), max_new_tokens=64)
     ```
     """
+    draft = as_draft(draft)
     prepare = prepare_with(draft, 1, options)
 
     def decode(target: PreTrainedModel, input_ids: torch.LongTensor, **prepared: Any):

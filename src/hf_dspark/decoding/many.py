@@ -19,6 +19,7 @@ from ..models.auto import require_pair
 from ..models.modeling_draft import DraftModel
 from ..models.slot_cache import SlotCache
 from ..scheduling.options import DecodingOptions
+from ..targets.assistant_draft import as_draft
 from ..targets.support import TargetSupport
 from ..targets.transformers_api import CACHE_ARGUMENTS
 from .attach import attachment_of
@@ -46,7 +47,7 @@ class Completion:
 
 def generate_many(
     target: PreTrainedModel,
-    draft: DraftModel | None,
+    draft: PreTrainedModel | None,
     prompts: Iterable[str | Sequence[int]],
     processing_class: PreTrainedTokenizerBase | None = None,
     batch_size: int = 8,
@@ -61,7 +62,8 @@ def generate_many(
 
     Args:
         target (`PreTrainedModel`): The model that decodes.
-        draft ([`DraftModel`], *optional*): Its draft; `None` stands for the one that is attached.
+        draft (`PreTrainedModel`, *optional*): Its draft, or a causal LM with its tokenizer, see [`AssistantDraft`];
+            `None` stands for the one that is attached.
         prompts (`Iterable`): Strings, token ids `[n]`, or messages; read as needed. Where the tokenizer has a chat
             template, a string is a user's message, unless it begins with a special token.
         processing_class (`PreTrainedTokenizerBase`, *optional*): The tokenizer; needed for strings and stop strings.
@@ -92,6 +94,7 @@ def generate_many(
             "generate_many decodes by the rounds of a draft, got draft=None: pass one, or attach it. Without one, "
             "regenerate(target, ...) and evaluate(target, None, ...) decode lists of prompts"
         )
+    draft = as_draft(draft, target)
     require_pair(target, draft)
     if batch_size < 1:
         raise ValueError(f"batch_size must be at least 1, got {batch_size}")

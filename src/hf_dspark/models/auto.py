@@ -1,9 +1,11 @@
 """Which kinds of drafts there are, loading one of any kind, and telling drafts from other things."""
 
 import os
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from transformers import PreTrainedConfig
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from ..formats.checkpoint import HUB_ARGUMENTS, Checkpoint
 from ..formats.translate import draft_model_type, recognise
@@ -33,6 +35,14 @@ def names_a_draft(name_or_path: str | os.PathLike, **hub_kwargs: Any) -> bool:
         return draft_model_type(Checkpoint(name_or_path, **hub_kwargs).config) in DRAFTS
     except (ValueError, TypeError):  # whoever loads it says what is wrong
         return False
+
+
+def loader_of(name_or_path: str | os.PathLike, options: Mapping[str, Any], ordinary: Callable) -> Callable:
+    """Return what loads a folder or repository: [`load_draft`], or `ordinary` if it holds a causal LM of
+    transformers. Of `options` for loading, those of the Hub are followed."""
+    hub = {name: value for name, value in options.items() if name in HUB_ARGUMENTS}
+    kind = draft_model_type(Checkpoint(name_or_path, **hub).config)
+    return ordinary if kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and kind not in DRAFTS else load_draft
 
 
 def is_draft(model: Any) -> bool:
@@ -66,7 +76,7 @@ def require_target(target: Any) -> None:
 
 def require_draft(draft: Any) -> None:
     if not is_draft(draft):
-        raise _not_loaded("a DSparkDraftModel or an Eagle3DraftModel", draft, "DSparkDraftModel")
+        raise _not_loaded("an AssistantDraft, a DSparkDraftModel or an Eagle3DraftModel", draft, "DSparkDraftModel")
 
 
 def _not_loaded(wanted: str, given: Any, loader: str) -> TypeError:

@@ -66,6 +66,7 @@ class DraftModel(PreTrainedModel):
 
     grows_trees = False  # whether `draft_block` can draw several children of a node
     drafts_blocks = True  # whether it proposes anything of its own
+    reads_own_tokens = False  # whether `committed_ids` of a request begin with the token of its first feature
     base_model_prefix = ""
     main_input_name = "input_ids"
     supports_gradient_checkpointing = True
@@ -355,7 +356,7 @@ class DraftModel(PreTrainedModel):
     ) -> torch.Tensor:
         """Read the new context as [`~DraftModel.draft_block`] does, draw nothing, and return h. DSpark Eq. 2-3."""
         counts = num_features or (features.shape[1],) * len(anchor_ids)
-        hidden = self._read(anchor_ids, features.reshape(-1, features.shape[-1]), cache, counts, committed_ids)
+        hidden = self._read(anchor_ids, features.flatten(0, -2), cache, counts, committed_ids)
         for row, count in enumerate(counts):
             cache.commit(row, count)
         return hidden
@@ -455,16 +456,20 @@ def check_fits(config: PreTrainedConfig, target: PreTrainedModel | PreTrainedCon
         raise ValueError(f"a target is needed, and this is a draft, of the model_type {text.model_type!r}")
     if config.target_layer_ids is None:
         config.tap_by_depth(text.num_hidden_layers)
-    # A checkpoint may not record its target's depth; then we only know that the last layer is not tapped.
-    depth = config.num_target_layers or max(text.num_hidden_layers, max(config.target_layer_ids) + 2)
-    facts = (
-        ("vocab_size", config.vocab_size, text.vocab_size),
-        ("hidden_size", config.feature_size, text.hidden_size),
-        ("num_target_layers", depth, text.num_hidden_layers),
+    facts = [("vocab_size", config.vocab_size, text.vocab_size)]
+    cure = (
+        "It needs the target's tokenizer. If it has that, and only unused rows differ, pass AssistantDraft(assistant, "
+        f"vocab_size={text.vocab_size}); if not, generate(assistant_model=..., tokenizer=..., assistant_tokenizer=...)"
     )
+    if config.target_layer_ids:  # else it reads tokens alone
+        # A checkpoint may not record its target's depth; then we only know that the last layer is not tapped.
+        depth = config.num_target_layers or max(text.num_hidden_layers, max(config.target_layer_ids) + 2)
+        facts += [
+            ("hidden_size", config.feature_size, text.hidden_size),
+            ("num_target_layers", depth, text.num_hidden_layers),
+        ]
+        made = f"{type(config).__name__}.from_target(target.config)."
+        cure = f"A draft fits the model it was trained on alone: load the matching pair, or train one with {made}"
     wrong = [f"{name}: draft {ours}, target {theirs}" for name, ours, theirs in facts if ours != theirs]
     if wrong:
-        raise ValueError(
-            f"this draft was not made for this target ({'; '.join(wrong)}). A draft fits the model it was trained on "
-            f"alone: load the matching pair, or train one with {type(config).__name__}.from_target(target.config)."
-        )
+        raise ValueError(f"this draft was not made for this target ({'; '.join(wrong)}). {cure}")

@@ -184,7 +184,8 @@ def estimated_cost(target: PreTrainedModel, draft: PreTrainedModel) -> Throughpu
         return sum(weight.numel() * weight.element_size() for weight in weights) / bandwidth
 
     passes = config.block_size if config.is_autoregressive else 1
-    plain, drafting = seconds_of(target), passes * seconds_of(draft, target.get_output_embeddings())
+    lm_head = None if config.own_lm_head else target.get_output_embeddings()
+    plain, drafting = seconds_of(target), passes * seconds_of(draft, lm_head)
     tokens = (1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32, 48, 64, 128, 256, 512)
     rates = [1 / (plain * (1 + (count - 1) / hidden_tokens) + drafting) for count in tokens]
     return ThroughputTable(tokens, rates, drafting, provenance={"table": "estimate"})

@@ -97,6 +97,8 @@ class FeatureCapture:
         missing = [layer_id for layer_id in self.target_layer_ids if layer_id not in self._captured]
         if missing:
             raise RuntimeError(f"the target ran no forward pass through its layers {missing} since the last capture")
+        if not self.target_layer_ids:  # the draft reads tokens alone
+            return torch.empty(*self._shape, 0, device=device, dtype=dtype)
         parts = [self._features_of(layer_id).to(device) for layer_id in self.target_layer_ids]
         self._captured.clear()
         return torch.cat(parts, dim=-1).to(dtype)
