@@ -29,7 +29,7 @@ class _Server(Serve):
 
 
 def run_serve(options: Namespace, console: Console) -> bool:
-    settings = values_of(options, "host", "port", "enable_cors")
+    settings = values_of(options, "quiet", "host", "port", "enable_cors")
     with _listen(options.host, options.port) as listener, _loaded(options, **settings) as (serve, served):
         host = f"[{options.host}]" if ":" in options.host else options.host
         served["url"] = f"http://{host}:{listener.getsockname()[1]}/v1"
@@ -44,11 +44,9 @@ def run_serve(options: Namespace, console: Console) -> bool:
 
 def run_chat(options: Namespace, console: Console) -> bool:
     saved = os.path.abspath("chat_history")
-    with _listen(LOOPBACK, 0) as listener, _loaded(options, log_level="error") as (serve, served):
+    with _listen(LOOPBACK, 0) as listener, _loaded(options, quiet=True) as (serve, served):
         if not served["chat"]:
             raise ValueError(f"{served['model']} has no chat template: chat with a model that has one")
-        for name in ("uvicorn.access", "uvicorn.error"):
-            logging.getLogger(name).setLevel(logging.WARNING)
         thread = Thread(target=serve.server.run, args=([listener],))
         thread.start()
         try:
@@ -72,12 +70,13 @@ def _listen(host: str, port: int) -> socket.socket:
 
 
 @contextmanager
-def _loaded(options: Namespace, **settings: Any) -> Iterator[tuple[Serve, dict[str, Any]]]:
+def _loaded(options: Namespace, quiet: bool = False, **settings: Any) -> Iterator[tuple[Serve, dict[str, Any]]]:
     """Yield transformers' server, and what it serves: the names of a model and its draft, and whether it can chat.
 
     A model in a folder is named after it, and served from the folder around it: no answer tells a path.
     """
-    settings |= values_of(options, "dtype", "trust_remote_code") | {"device": options.device_map or "auto"}
+    settings |= {"device": options.device_map or "auto", "log_level": "error" if quiet else "warning"}
+    settings |= values_of(options, "dtype", "trust_remote_code")
     if options.load_in_8bit or options.load_in_4bit:
         settings["quantization"] = "bnb-8bit" if options.load_in_8bit else "bnb-4bit"
     draft = os.path.abspath(options.draft) if os.path.isdir(options.draft) else options.draft
@@ -85,7 +84,7 @@ def _loaded(options: Namespace, **settings: Any) -> Iterator[tuple[Serve, dict[s
     if os.path.isdir(name):
         if names_a_draft(name):
             raise ValueError(f"{name} is a draft: name its target, and the draft as --draft")
-        around, name = os.path.split(os.path.realpath(name))
+        around, name = os.path.split(os.path.abspath(name))
     served: dict[str, Any] = {"model": name}
     known, load = WeakSet(), ModelManager.load_model_and_processor
 
@@ -101,7 +100,10 @@ def _loaded(options: Namespace, **settings: Any) -> Iterator[tuple[Serve, dict[s
     before, ModelManager.load_model_and_processor = os.getcwd(), load_and_attach
     os.chdir(around)
     try:
-        yield _Server(name, non_blocking=True, **settings), served
+        serve = _Server(name, non_blocking=True, **settings)
+        for log in ("uvicorn.access", "uvicorn.error") if quiet else ():
+            logging.getLogger(log).setLevel(logging.WARNING)
+        yield serve, served
     finally:
         ModelManager.load_model_and_processor = load
         os.chdir(before)

@@ -225,7 +225,7 @@ def test_a_server_without_a_draft_of_its_own_goes_on(folder, monkeypatch, draft,
 @needs_server
 def test_the_command_says_where_it_is_answers_and_ends_with_ctrl_c(folder):
     command = [sys.executable, "-m", "hf_dspark", "serve", f"{folder}/target", "--draft", f"{folder}/draft"]
-    words = ["--port", "0", "--host", LOOPBACK, "--device_map", "cpu", "--json"]
+    words = ["--port", "0", "--host", LOOPBACK, "--device_map", "cpu", "--json", "--quiet"]
     with subprocess.Popen([*command, *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         try:
             said = ""
@@ -238,7 +238,7 @@ def test_the_command_says_where_it_is_answers_and_ends_with_ctrl_c(folder):
             assert connection.getresponse().status == 200 and found["model"] == "target"
             connection.close()
             process.send_signal(signal.SIGINT)
-            assert process.wait(60) == 0 and process.stdout.read() == ""
+            assert process.wait(60) == 0 and process.stdout.read() == process.stderr.read() == ""
         finally:
             process.kill()
 
