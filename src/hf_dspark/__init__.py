@@ -21,6 +21,7 @@ if TYPE_CHECKING:  # for editors; _NAMES says the same
     from .decoding.attach import detach as detach
     from .decoding.hook import decode_with as decode_with
     from .decoding.many import generate_many as generate_many
+    from .decoding.reversible import ReversibleProcessor as ReversibleProcessor
     from .hub.convert import convert_checkpoint as convert_checkpoint
     from .hub.inspection import inspect_draft as inspect_draft
     from .measuring.calibrate import calibrate as calibrate
@@ -52,6 +53,7 @@ _NAMES = {
     "decoding.attach": "attach detach",
     "decoding.hook": "decode_with",
     "decoding.many": "generate_many",
+    "decoding.reversible": "ReversibleProcessor",
     "measuring.regenerate": "regenerate",
     "measuring.calibrate": "calibrate",
     "measuring.evaluate": "evaluate",

@@ -51,9 +51,18 @@ STEP = ThroughputTable((1, 2, 3, 4, 5, 6), (1.0, 1.0, 0.85, 0.85, 0.85, 0.85))
 
 
 def enumerate_rounds(
-    monkeypatch, target, draft, policy, processors, prompts=PROMPTS, rounds=1, length=None, prompt_lookup=False
+    monkeypatch,
+    target,
+    draft,
+    policy,
+    processors,
+    prompts=PROMPTS,
+    rounds=1,
+    length=None,
+    prompt_lookup=False,
+    plain=None,
 ):
-    """Enumerate what rounds commit, continued by the target alone.
+    """Enumerate what rounds commit, continued by the target alone; `plain` are its processors if they are others.
 
     Returns how far the joint distribution of all rows is from the targets' own, its mass, and all lengths.
     """
@@ -85,7 +94,7 @@ def enumerate_rounds(
         loop.admit(requests, [prompt.fed for prompt in read])  # the first tokens are the same on all paths
         starts = [request.length for request in requests]
         truths = truths or [
-            TargetDistribution(target, processors, prompt=request.token_ids[None]) for request in requests
+            TargetDistribution(target, plain or processors, prompt=request.token_ids[None]) for request in requests
         ]
         monkeypatch.setattr(distributions, "invert", invert)
         for _ in range(rounds):

@@ -18,6 +18,7 @@ from ..targets.support import TargetSupport
 from ..targets.transformers_api import is_since
 from .logits_processing import is_built_in
 from .request import KNOWN_CRITERIA, TYPE_ARGUMENTS, Call, copy_of
+from .reversible import ReversibleProcessor
 
 # Arguments that our loop reads or has its own answer to: of the target's forward, and of the assisted loop.
 INPUT_ARGUMENTS = {"attention_mask", "position_ids", "past_key_values", "inputs_embeds", "inputs_tensor"}
@@ -312,7 +313,7 @@ def processor_obstacles(call: Call, vocab_size: int) -> Iterator[str]:
         name = type(processor).__name__
         if name in STATEFUL_PROCESSORS:
             yield _keeps_state(name)
-        elif not is_built_in(processor):
+        elif not is_built_in(processor) and not isinstance(processor, ReversibleProcessor):
             try:
                 together, by_row = copy_of(processor), copy_of(processor)
             except Exception as error:  # whatever a user's object does when it is copied
@@ -371,5 +372,5 @@ def _difference_of_row(
 def _keeps_state(name: str) -> str:
     return (
         f"the logits processor {name} keeps state between calls, and would be called on tokens "
-        "that may be rejected: drop it, make its result depend on its arguments alone, or drop assistant_model"
+        "that may be rejected: make it a ReversibleProcessor or free of state, or drop assistant_model"
     )

@@ -140,10 +140,13 @@ class Drafter:
     ) -> DraftBlock:
         uniforms = None if noise is None else to_device(noise.draft_uniforms, self.draft.device)
         lacks_head = self.policy.requires_confidence and not self.draft.config.enable_confidence_head
-        block = self._read(requests, Chains(requests, self._processor, uniforms, lacks_head), num_tokens)
+        sampler = Chains(requests, self._processor, uniforms, lacks_head)
+        block = self._read(requests, sampler, num_tokens)
         if block.confidence_logits is not None:
             fits = None if self._confidence_fits is None else self._confidence_fits[:num_tokens]
             predicted = calibrated_confidence(block.confidence_logits, fits)
+            if sampler.is_forced:
+                predicted = predicted.masked_fill(to_device(sampler.is_forced, predicted.device).T, 1.0)
             is_needed = self.policy.requires_confidence
             broken = block.broken | predicted.isnan() if is_needed else block.broken
             block = replace(block, confidence=predicted, broken=broken)
@@ -200,10 +203,13 @@ class Drafter:
         return min([room, *(length - 1 - request.anchor_position for length in lengths)])
 
     def _match(self, request: Request) -> LookupMatch:
+        most = min(self._room(request), self.policy.most_nodes)
+        if forced := request.forced((), most):
+            return LookupMatch(forced, [1.0] * len(forced))
         if not self._options.prompt_lookup:
             return LookupMatch()
         matcher = self._matchers.setdefault(request.id, NgramMatcher())
-        return matcher.find(request.token_ids, min(self._room(request), self.policy.most_nodes))
+        return matcher.find(request.token_ids, most)
 
     def _read(
         self, requests: Sequence[Request], sampler: Sampler | None = None, num_tokens: int | None = None

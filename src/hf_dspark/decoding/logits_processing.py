@@ -29,6 +29,7 @@ from transformers import (
 
 from ..sampling.distributions import Scores, largest, scatter_to_vocabulary
 from ..targets.transformers_api import allowed_tokens
+from .reversible import FollowingProcessor, ReversibleProcessor
 
 FUSED = {
     TemperatureLogitsWarper: "temperature",
@@ -68,8 +69,8 @@ class Prefix:
 
 
 class BlockProcessor:
-    """Applies the processors of a call, which are stateless, to a block of positions. Their kinds decide what is done
-    position by position and what at once."""
+    """Applies the processors of a call, whose scores follow from a prefix, to a block of positions. Their kinds decide
+    what is done position by position and what at once."""
 
     tie_margin = TIE_MARGIN  # candidates that are looked at after the k-th, in case they tie with it
 
@@ -276,6 +277,9 @@ def processors_of_row(
     row_processors = LogitsProcessorList()
     for own in processors:
         kind = type(own)
+        if isinstance(own, ReversibleProcessor):  # reads no prompt
+            row_processors.append(FollowingProcessor(own.fork(row), prompt_ids.shape[1]))
+            continue
         if isinstance(own, PrefixConstrainedLogitsProcessor):
             own = PrefixConstrainedLogitsProcessor(allowed_tokens(own, row), num_beams=1)
         elif kind is EncoderRepetitionPenaltyLogitsProcessor:

@@ -30,6 +30,7 @@ from .hook import cutoff_of, prepare_with
 from .logits_processing import NoTokenError
 from .loop import DecodingLoop
 from .request import Call, Request, copies_of
+from .reversible import reversible
 
 MADE_HERE = ("input_ids", "inputs", "inputs_embeds", "attention_mask", *CACHE_ARGUMENTS, "assistant_model", "streamer")
 
@@ -163,7 +164,7 @@ class _Queue:
         self._returned: deque[_Job] = deque()
         self._options = options
         self._criteria = StoppingCriteriaList(options.pop("stopping_criteria", None) or [])
-        self._processors = LogitsProcessorList(options.pop("logits_processor", None) or [])
+        self._processors = LogitsProcessorList(map(reversible, options.pop("logits_processor", None) or []))
         if (stop_strings := effective_config(target, options).stop_strings) is not None:
             # transformers keeps the tokenizer from custom methods
             if tokenizer is None:

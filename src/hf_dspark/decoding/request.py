@@ -20,6 +20,7 @@ from ..scheduling.policies import Policy
 from ..targets.support import TargetSupport
 from ..targets.transformers_api import is_users, mask_width, pad_token_id, pop_cache
 from .logits_processing import Prefix, is_built_in
+from .reversible import FollowingProcessor, ReversibleProcessor, reversible
 
 # Evaluated here, not called; a subclass may do anything, and is called.
 KNOWN_CRITERIA = (MaxLengthCriteria, MaxTimeCriteria, EosTokenCriteria)
@@ -33,7 +34,7 @@ class Call:
     """A `generate()` call, prepared by transformers and found feasible."""
 
     input_ids: torch.Tensor  # `[B, S]`, left-padded prompts; empty when given as embeddings
-    logits_processor: LogitsProcessorList  # stateless
+    logits_processor: LogitsProcessorList  # stateless, or reversible
     stopping_criteria: StoppingCriteriaList
     generation_config: GenerationConfig
     model_kwargs: dict[str, Any]  # attention mask, cache, embeddings, streamer
@@ -46,6 +47,8 @@ class Call:
     def of(cls, input_ids: torch.Tensor, prepared: dict[str, Any], **others: Any) -> "Call":
         """Sort what `generate()` passes to a decoding method."""
         names = ("logits_processor", "stopping_criteria", "generation_config")
+        processors = (reversible(each, len(input_ids)) for each in prepared["logits_processor"])
+        prepared = prepared | {"logits_processor": LogitsProcessorList(processors)}
         model_kwargs = {name: each for name, each in prepared.items() if name not in (*names, "assistant_model")}
         cache = pop_cache(model_kwargs)
         if is_users(cache) or isinstance(cache, SlotCache):
@@ -236,6 +239,9 @@ class Request:
     features: list[torch.Tensor] = field(default_factory=list)
     ended: bool = False
 
+    def __post_init__(self) -> None:
+        self._following = [each for each in self.processors if isinstance(each, FollowingProcessor)]
+
     @property
     def length(self) -> int:
         return len(self.token_ids)
@@ -275,6 +281,11 @@ class Request:
             return None
         return Prefix(self._with(drafts)[None], self.processors, parent)
 
+    def forced(self, drafts: Sequence[int], most: int) -> list[int]:
+        """Return the tokens after some drafts that are the only possible ones, at most so many."""
+        prefix = self._with(drafts)[None] if self._following else None
+        return next((found for each in self._following if (found := each.forced(prefix, most))), [])
+
     def last_ids(self, count: int) -> torch.Tensor:
         """Return the last committed tokens, the anchor included, `[count]`; 0 where the id is not known."""
         hidden = count - self.length
@@ -291,7 +302,7 @@ def copies_of(user_objects: Iterable[Any]) -> Iterator[Any]:
     """Yield processors or criteria for one more sequence, copies of those that transformers did not write: they may
     count their calls. What cannot be copied (a criterion that waits for an event, say) is shared."""
     for each in user_objects:
-        if not is_built_in(each):
+        if not is_built_in(each) and not isinstance(each, ReversibleProcessor):
             with contextlib.suppress(Exception):  # whatever a user's object does when it is copied
                 each = copy_of(each)
         yield each

@@ -39,6 +39,7 @@ class Chains(ChainSampler):
         super().__init__()
         self.requests = requests
         self.processor, self.uniforms, self.lacks_head = processor, uniforms, lacks_head
+        self.is_forced: list[list[bool]] = []  # where processors leave one token alone, known before its draw, [γ][R]
         self._expected: list[torch.Tensor] = []  # acceptance of each level, [R]
         self._best: list[torch.Tensor] = []  # scores of arg-max tokens, NaN where there was no distribution
 
@@ -48,7 +49,9 @@ class Chains(ChainSampler):
         prefixes = []
         if self.processor.reads_prefixes:
             drafted = torch.stack(self.token_ids, dim=1).tolist() if self.token_ids else [[]] * len(self.requests)
-            prefixes = [request.prefix(tokens) for request, tokens in zip(self.requests, drafted, strict=True)]
+            rows = list(zip(self.requests, drafted, strict=True))
+            prefixes = [request.prefix(tokens) for request, tokens in rows]
+            self.is_forced.append([bool(request.forced(tokens, 1)) for request, tokens in rows])
         scores = self.processor(logits, candidate_ids, prefixes)
         if self.uniforms is None:
             best, token_ids = scores.best()
@@ -108,7 +111,11 @@ class TreeSampler(ABC):
         prefixes = []
         for row, place in self._level if self.processor.reads_prefixes else ():
             tree, can_be_reached = self.trees[row], (row, place) not in self._unreachable
-            prefixes.append(self.requests[row].prefix(tree.tokens(tree.path(place))) if can_be_reached else None)
+            tokens, request = tree.tokens(tree.path(place)), self.requests[row]
+            prefixes.append(request.prefix(tokens) if can_be_reached else None)
+            most = self.rooms[row] - len(tokens) if can_be_reached and not self._matched.get((row, place)) else 0
+            if forced := request.forced(tokens, most):
+                self._matched[row, place] = [(token, 1.0) for token in forced]
         scores = self.processor(logits, candidate_ids, prefixes)
         parents, level = [], []
         for number, token, *facts, mass in self._children(scores, confidence_logits):

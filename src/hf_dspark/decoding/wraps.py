@@ -176,4 +176,5 @@ def assisted_decoding(original: Callable, target: PreTrainedModel, /, input_ids:
             "2.0, where it was measured",
             stacklevel=2,
         )
+    prepared["logits_processor"] = call.logits_processor
     return decode_assisted(original, DSparkCandidateGenerator.of_call(target, draft, call), input_ids, **prepared)
