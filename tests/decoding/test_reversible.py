@@ -8,7 +8,17 @@ import torch
 from tokenizers import Tokenizer, decoders, models
 from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedTokenizerFast, TopKLogitsWarper
 
-from hf_dspark import DecodingOptions, FullBlock, ReversibleProcessor, Scheduler, attach, detach, generate_many
+from hf_dspark import (
+    AssistantDraft,
+    DecodingOptions,
+    FullBlock,
+    PromptLookup,
+    ReversibleProcessor,
+    Scheduler,
+    attach,
+    detach,
+    generate_many,
+)
 from hf_dspark.decoding.reversible import FollowingProcessor, XGrammarProcessor
 from tests.decoding.test_lossless_batches import PROMPTS, enumerate_rounds
 from tests.distributions import HEADS, PROMPT, chi_square_p_value, distribution_of_call, make_pair
@@ -190,6 +200,16 @@ def test_answers_are_those_of_plain_decoding_in_transformers_loop_queues_and_tur
     expected = plain(longer[0].tolist())
     for drafting in ({}, {"assistant_model": draft}):
         assert torch.equal(target.generate(longer, **options, **drafting), expected)
+
+
+@pytest.mark.parametrize("kind", ["ngram", "assistant"])
+def test_other_drafts_answer_as_plain_decoding(pair, prompts, kind):
+    target, arrows = pair[0], random_arrows(64)
+    draft = PromptLookup(target) if kind == "ngram" else AssistantDraft(target)
+    batch, options = padded(prompts[:3]), GREEDY | {"eos_token_id": None, "logits_processor": [Automaton(arrows)]}
+    found = target.generate(**batch, **options, assistant_model=draft)
+    assert torch.equal(found, target.generate(**batch, **options))
+    assert draft.last_stats.tau > 1.1
 
 
 def test_an_error_of_one_sequence_ends_that_one_alone(pair, prompts):

@@ -80,33 +80,29 @@ class FollowingProcessor(LogitsProcessor):
         self._accepted: list[int] = []
 
     def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
-        self._follow(input_ids)
+        self._follow(input_ids[0, self._start :].tolist())
         return self._processor.mask(scores)
 
     def forced(self, input_ids: torch.Tensor, most: int) -> list[int]:
         """Return the tokens after a prefix `[1, S]` that are the only possible ones, at most so many."""
-        found: list[int] = []
-        can_follow = most > 0 and self._follow(input_ids)
-        while can_follow and (token := self._processor.forced()) is not None:
+        tokens, found = input_ids[0, self._start :].tolist(), []
+        while len(found) < most and self._follow(tokens + found) and (token := self._processor.forced()) is not None:
             found.append(token)
-            can_follow = len(found) < most and self._accept(token)
         return found
 
-    def _follow(self, input_ids: torch.Tensor) -> bool:
+    def _follow(self, tokens: list[int]) -> bool:
         """Bring the state to a prefix, or to the last possible token of it; tell whether that is all of it."""
-        tokens = input_ids[0, self._start :].tolist()
         known = min(len(tokens), len(self._accepted))
         while tokens[:known] != self._accepted[:known]:
             known -= 1
         if rejected := len(self._accepted) - known:
             self._processor.rollback(rejected)
             del self._accepted[known:]
-        return all(map(self._accept, tokens[known:]))
-
-    def _accept(self, token: int) -> bool:
-        is_possible = self._processor.accept(token)
-        self._accepted += [token] * is_possible
-        return is_possible
+        for token in tokens[known:]:
+            if not self._processor.accept(token):
+                return False
+            self._accepted.append(token)
+        return True
 
 
 class XGrammarProcessor(ReversibleProcessor):
