@@ -359,6 +359,10 @@ def test_json_of_queues_attached_drafts_and_transformers_loop(xgrammar, compile_
     found = target.generate(ids, **greedy, logits_processor=[make()], assistant_model=draft)
     assert torch.equal(found, expected[0])
     draft.decoding = DecodingOptions()
+    outlines = {"__module__": "outlines.backends.xgrammar", "compiled_grammar": compile_schema(SCHEMA)}
+    of_outlines = type("XGrammarLogitsProcessor", (LogitsProcessor,), outlines)()
+    found = target.generate(ids, **greedy, logits_processor=[of_outlines], assistant_model=draft)
+    assert torch.equal(found, expected[0])
     attached = attach(target, draft)
     assert torch.equal(target.generate(ids, **greedy, logits_processor=[make()]), expected[0])
     assert attached.num_assisted == 1 and not attached.plain_calls
