@@ -55,7 +55,7 @@ class AssistantDraft(DraftModel):
         super().__init__(_config_of(assistant.config, block_size, vocab_size))
         support = TargetSupport.of(assistant)
         obstacle = support.slot_obstacle
-        if obstacle is None and support.tree_obstacle is not None:
+        if support.tree_obstacle is not None:
             obstacle = f"{support.name} keeps states that cannot go back to before a rejected token"
         if obstacle is not None:
             raise ValueError(
