@@ -140,6 +140,31 @@ def test_no_graph_is_made_after_the_first_rounds(graphs, pair):
     assert len(accepted) >= 5
 
 
+def test_ways_to_draw_beyond_a_few_share_a_graph(graphs, pair, monkeypatch):
+    monkeypatch.setattr(compiled_drafting, "MOST_WAYS", 2)
+    for temperature in (0.5, 0.6, 0.7, 0.8, 0.9, 0.7):
+        drawn = DRAWN | {"temperature": temperature}
+        expected = decoded(pair, 1, DecodingOptions(policy=FullBlock()), **drawn)
+        assert torch.equal(decoded(pair, 1, DecodingOptions(policy=FullBlock(), compile=True), **drawn), expected)
+    assert len(graphs) <= 1 + 1 + 2 * 2  # target, shared, and of a number the second graph is for all its values
+
+
+def test_drafts_with_hooks_and_of_another_size_are_not_taken_for_compiled_ones(graphs, pair):
+    target, draft = pair[0], copy.deepcopy(pair[1])
+    hook = draft.layers[0].register_forward_hook(lambda module, args, output: None)
+    with pytest.warns(UserWarning, match="the draft .* without compiled graphs, because hooks"):
+        decoded((target, draft), 1, DecodingOptions(compile=True), **GREEDY)
+    hook.remove()
+    assert len(graphs) == 1
+    for size in (7, 3):
+        draft.config.block_size = size
+        expected = decoded((target, draft), 2, DecodingOptions(policy=FullBlock()), **GREEDY)
+        assert torch.equal(
+            decoded((target, draft), 2, DecodingOptions(policy=FullBlock(), compile=True), **GREEDY), expected
+        )
+    assert len(graphs) > 1
+
+
 def test_a_profile_measures_the_graphs_of_calls(graphs, pair):
     target, draft = pair
     decoded(pair, 1, DecodingOptions(policy=FullBlock(), compile=True), do_sample=True, top_k=0)

@@ -3,7 +3,6 @@
 Trees grow on the host, level by level: of them the graph ends with the base logits.
 """
 
-import threading
 import weakref
 from collections.abc import Sequence
 
@@ -16,24 +15,30 @@ from ..models.modeling_dspark import DSparkDraftModel
 from ..models.slot_cache import SlotCache
 from ..sampling.distributions import TokenDistribution
 from ..sampling.drafts import DraftBlock, Drafts, Sampler
-from ..targets.compiled_target import CompiledPasses, CompiledTarget
+from ..targets.compiled_target import CompiledPasses, CompiledTarget, one_at_a_time
 from .logits_processing import DraftProcessor
 from .tree_drafting import Chains
 
 MOST_FEATURES = 8  # for each slot of the blocks, in one pass: prompts are read without a graph
+MOST_WAYS = 6  # to draw that get graphs of their own; others draw after the graph that trees have
+
+Chain = tuple[DraftProcessor, torch.Tensor | None, bool]  # what `Chains` takes beside requests
 
 _known: "weakref.WeakKeyDictionary[DraftModel, CompiledDraft]" = weakref.WeakKeyDictionary()
-_one_at_a_time = threading.Lock()
 
 
 class CompiledDraft(CompiledPasses):
     """The compiled passes of one draft. Get it by [`CompiledDraft.of`]."""
 
     def __init__(self, draft: DSparkDraftModel) -> None:
-        super().__init__(f"the draft {draft.name_or_path or type(draft).__name__}", _run, draft.device)
+        name, is_quantised = (
+            draft.name_or_path or type(draft).__name__,
+            getattr(draft, "hf_quantizer", None) is not None,
+        )
+        obstacle = "its weights are quantised" if is_quantised else None
+        super().__init__(f"the draft {name}", _run, draft.device, obstacle)
         self.blocks = FixedBlocks(self.device, draft.config.num_slots)
-        if getattr(draft, "hf_quantizer", None) is not None:
-            self.obstacle = "its weights are quantised"
+        self._ways: set[tuple] = set()
 
     @classmethod
     def of(cls, draft: DraftModel, target: CompiledTarget | None) -> "CompiledDraft | None":
@@ -42,6 +47,9 @@ class CompiledDraft(CompiledPasses):
             return None
         if draft not in _known or _known[draft].device != draft.device:
             _known[draft] = cls(draft)
+        if any(module._forward_hooks or module._forward_pre_hooks for module in draft.modules()):
+            _known[draft].warn("hooks are around its modules")
+            return None
         return _known[draft]
 
     def takes(self, cache: SlotCache, sampler: Sampler | None, counts: Sequence[int]) -> bool:
@@ -49,7 +57,7 @@ class CompiledDraft(CompiledPasses):
         return (
             self.obstacle is None
             and sampler is not None
-            and not (isinstance(sampler, Chains) and sampler.processor.waits)
+            and not (isinstance(sampler, Chains) and sampler.processor.may_forbid_all)
             and bool(cache.stores)
             and sum(counts) <= MOST_FEATURES * self.blocks.num_slots * len(counts)
             and not torch.is_autocast_enabled(self.device.type)
@@ -67,24 +75,23 @@ class CompiledDraft(CompiledPasses):
         num_tokens: int,
     ) -> Drafts:
         """Do what [`~DraftModel.draft_block`] does. A graph draws whole blocks, of which so many tokens are kept."""
-        chain, successors = None, draft.successors()
-        # On a CPU their table is made as tokens are met.
-        if isinstance(sampler, Chains) and (successors is None or self.device.type != "cpu"):
-            uniforms = None if sampler.uniforms is None else mark_dynamic(sampler.uniforms, 0)
-            chain = sampler.processor, uniforms, sampler.lacks_head
+        self.blocks.num_slots = draft.config.num_slots
+        chain = self._chain(draft, sampler) if isinstance(sampler, Chains) else None
         num_features = self._padded(len(features), len(counts))
         padded = mark_dynamic(nn.functional.pad(features, (0, 0, 0, num_features - len(features))), 0)
-        try:
-            with _one_at_a_time:
+        with one_at_a_time:
+            try:
                 self.blocks.begin(cache, counts, num_features)
                 found = self._run(draft, self.blocks, mark_dynamic(anchor_ids, 0), padded, chain)
-        except Exception as error:  # of the compiler, or memory: nothing is committed yet
-            self.give_up(error)
+                if self.device.type != "cpu":  # the next pass writes where this one did
+                    found = [part if part is None else part.clone() for part in found]
+            except Exception as error:  # of the compiler, or memory: nothing is committed yet
+                self.give_up(error)
+                found = None
+            finally:
+                self.blocks.stores = {}
+        if found is None:
             return draft.draft_block(anchor_ids, features, cache, sampler, counts, num_tokens=num_tokens)
-        finally:
-            self.blocks.stores = {}
-        if self.device.type != "cpu":  # the next pass writes where this one did
-            found = [part if part is None else part.clone() for part in found]
         for row, count in enumerate(counts):
             cache.commit(row, count)
         if chain is None:
@@ -94,6 +101,17 @@ class CompiledDraft(CompiledPasses):
         token_ids, confidence_logits, broken, probs, ids = kept
         distribution = None if probs is None else TokenDistribution(probs, ids)
         return DraftBlock(token_ids, distribution, confidence_logits, broken)
+
+    def _chain(self, draft: DSparkDraftModel, sampler: Chains) -> Chain | None:
+        """Return how chains are drawn within the graph; `None`: after it."""
+        if self.device.type == "cpu" and draft.successors() is not None:  # their table is made as tokens are met
+            return None
+        way = sampler.processor.settings, sampler.uniforms is None, sampler.lacks_head, draft.config.draft_top_k
+        if way not in self._ways and len(self._ways) >= MOST_WAYS:
+            return None
+        self._ways.add(way)
+        uniforms = None if sampler.uniforms is None else mark_dynamic(sampler.uniforms, 0)
+        return sampler.processor, uniforms, sampler.lacks_head
 
     def _padded(self, num_features: int, num_rows: int) -> int:
         if self.device.type == "cpu":
@@ -107,7 +125,7 @@ def _run(
     blocks: FixedBlocks,
     anchor_ids: torch.Tensor,
     features: torch.Tensor,
-    chain: tuple[DraftProcessor, torch.Tensor | None, bool] | None,
+    chain: Chain | None,
 ) -> tuple[torch.Tensor | None, ...]:
     hidden = draft.read_cached(anchor_ids, features, blocks)
     base_logits = draft.base_logits(draft.predicting(hidden))

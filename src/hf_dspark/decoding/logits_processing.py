@@ -79,10 +79,9 @@ class BlockProcessor:
         # Whether any processor looks at the tokens before a position.
         self.reads_prefixes = any(kind not in READ_NO_PREFIX for kind in kinds)
         # Whether some candidates may all be impossible although not all tokens are.
-        self._may_forbid_all = any(kind not in READ_SCORES_ONLY for kind in kinds)
-        # Whether drafts need a look at what became of them.
-        self.waits = self.reads_prefixes or self._may_forbid_all
+        self.may_forbid_all = any(kind not in READ_SCORES_ONLY for kind in kinds)
         self._processors = processors
+        self.settings = str([(type(each), vars(each)) for each in processors])
         self._vocab_size = vocab_size
         self._fused_from, self._truncation = len(processors), None
         while self._fused_from and (longer := Truncation.of(processors[self._fused_from - 1 :], self.tie_margin)):
@@ -128,7 +127,7 @@ class DraftProcessor(BlockProcessor):
         self, logits: torch.Tensor, candidate_ids: torch.Tensor | None = None, prefixes: Sequence[Prefix | None] = ()
     ) -> Scores:
         scores = super().__call__(logits, candidate_ids, prefixes)
-        if not self._may_forbid_all or not bool((dead := _have_no_distribution(scores.values)).any()):
+        if not self.may_forbid_all or not bool((dead := _have_no_distribution(scores.values)).any()):
             return scores
         dead &= ~_have_no_distribution(logits)  # by the processors' fault, not the draft's
         if candidate_ids is not None:

@@ -85,7 +85,8 @@ class FixedSlots(Cache):
         for name, states in (("keys", key_states), ("values", value_states)):
             store = self.stores[layer_idx, name]
             store[self.rows, :, self.slots] = states[0].transpose(0, 1).to(store.dtype)
-            written.append(store[:, :, : self.attended.shape[0]])
+            # They differ in a conversation that began under autocast.
+            written.append(store[:, :, : self.attended.shape[0]].to(states.dtype))
         return tuple(written)
 
 

@@ -120,7 +120,7 @@ class DSparkDraftModel(DraftModel):
         if self.markov_head is None or not self.markov_head.names_successors or count == 0:
             return None
         table = self._successor_tables.get(count)
-        # Compiled rounds have asked before; a graph cannot.
+        # Who runs a graph has asked before: in it, versions of weights cannot be read.
         if table is None or not (torch.compiler.is_compiling() or table.is_current()):
             table = self._successor_tables[count] = Successors(self.markov_head, self.config.hidden_size, count)
         return table

@@ -4,6 +4,7 @@ A rejected token needs no rollback: its slot lies after the committed length and
 Serves the target and the draft.
 """
 
+import copy
 import functools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -163,6 +164,9 @@ class SlotCache(Cache):
         # Keys and values, [rows, heads, capacity, size], by layer and "keys" or "values".
         self.stores: dict[tuple[int, str], torch.Tensor] = {}
         self.row_states: list[dict[str, RowState]] = [{} for _ in range(num_rows)]  # by recurrent layer
+
+    def __copy__(self) -> "SlotCache":
+        return copy.deepcopy(self)  # the memory of a cache that is gone may be used again
 
     @property
     def lengths(self) -> tuple[int, ...]:

@@ -3,6 +3,7 @@
 The first passes of a target wait for the compiler. What cannot be compiled is run as without it.
 """
 
+import threading
 import warnings
 import weakref
 from collections.abc import Callable
@@ -25,11 +26,16 @@ BY_TOKEN = {"input_ids", "token_type_ids"}
 _known: "weakref.WeakKeyDictionary[TargetSupport, CompiledTarget]" = weakref.WeakKeyDictionary()
 
 
+# Graphs share memory, and cannot read a context variable: passes of several threads wait for each other.
+one_at_a_time = threading.RLock()
+MOST_GRAPHS = 64  # of one model; PyTorch's own limit is 8
+
+
 class CompiledPasses:
     """A function that is compiled as a whole for one model, whose graphs go with it, and why it is not."""
 
-    def __init__(self, name: str, function: Callable, device: torch.device) -> None:
-        self.obstacle: str | None = None  # why passes are not compiled
+    def __init__(self, name: str, function: Callable, device: torch.device, obstacle: str | None) -> None:
+        self.obstacle = obstacle  # why passes are not compiled
         self.device, self._name, self._has_warned = device, name, False
         self._compiled = compiled(function, device)
 
@@ -39,15 +45,18 @@ class CompiledPasses:
             if self.device.type != "cpu":
                 torch.compiler.cudagraph_mark_step_begin()
             # Sizes that happen to be equal in the first pass need not be so in others.
-            with torch.fx.experimental._config.patch(use_duck_shape=False):
+            equal_sizes = torch.fx.experimental._config.patch(use_duck_shape=False)
+            with equal_sizes, torch._dynamo.config.patch(recompile_limit=MOST_GRAPHS):
                 return self._compiled(*args)
         finally:
             in_graphs.wanted = False
 
     def give_up(self, error: Exception) -> None:
-        """Say why a pass failed, and compile no other: it is repeated without."""
-        self.obstacle = f"it could not be compiled ({type(error).__name__}: {one_line(error, size=300)})"
-        self.warn(self.obstacle)
+        """Say why a pass failed, and compile no other, unless memory was short: it is repeated without."""
+        reason = f"it could not be compiled ({type(error).__name__}: {one_line(error, size=300)})"
+        if not isinstance(error, (MemoryError, torch.OutOfMemoryError)):
+            self.obstacle = reason
+        self.warn(reason)
 
     def warn(self, reason: str) -> None:
         if not self._has_warned:
@@ -63,8 +72,8 @@ class CompiledTarget(CompiledPasses):
     """The compiled passes of one target. Get it by [`CompiledTarget.of`]."""
 
     def __init__(self, support: TargetSupport) -> None:
-        super().__init__(support.name, _run, support.input_device)
-        self.obstacle, self._cache_argument = obstacle_of(support), support.cache_argument
+        super().__init__(support.name, _run, support.input_device, obstacle_of(support))
+        self._cache_argument = support.cache_argument
         self.cache = FixedCache(self.device)
 
     @classmethod
@@ -106,7 +115,7 @@ class CompiledTarget(CompiledPasses):
             fixed.stores = {}
             TRACED.clear()
         if self.device.type != "cpu":  # the next pass writes where this one did
-            logits = logits.clone()
+            logits, states = logits.clone(), [part.clone() for part in states]
         if capture is not None:
             capture.keep(states, len(fixed.rows))
         return SimpleNamespace(logits=logits[:, :num_tokens], hidden_states=None)

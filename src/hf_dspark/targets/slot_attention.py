@@ -4,7 +4,6 @@ Its layers get packed tokens, its attention rows. Its own mask functions (causal
 slots and positions instead of columns.
 """
 
-import threading
 from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -19,7 +18,7 @@ from transformers.masking_utils import causal_mask_function
 from ..models.attention import FOLDED_WIDTH, attend_with_extras, causal_mask, fold_mask, grouped_attention
 from ..models.fixed_cache import FixedCache
 from ..models.slot_cache import SlotCache, SlotLayout
-from .compiled_target import CompiledTarget
+from .compiled_target import CompiledTarget, one_at_a_time
 from .feature_capture import FeatureCapture
 from .patched_forward import ELSEWHERE
 from .support import TargetSupport
@@ -53,8 +52,7 @@ class _CompiledPass(_Pass):
 
 
 _running: ContextVar[_Pass | None] = ContextVar("hf_dspark_pass", default=None)
-# What is traced cannot read a context variable: compiled passes of several threads wait for each other.
-_traced, _tracing = SimpleNamespace(running=None), threading.Lock()
+_traced = SimpleNamespace(running=None)  # what is traced cannot read a context variable
 
 
 def slot_attention(
@@ -179,7 +177,7 @@ class PackedTarget:
                 self.restore()  # again, for an interrupt while it leaves
 
     def _run_compiled(self, cache: SlotCache, layout: SlotLayout, inputs: dict[str, Any]) -> Any:
-        with _tracing:
+        with one_at_a_time:
             self._compiled.cache.begin(cache, layout, self._compiled.device)
             _traced.running = self._enter(cache, layout, self._compiled.cache)
             try:
