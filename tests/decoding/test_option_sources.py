@@ -150,7 +150,7 @@ def test_every_door_drafts_as_much_as_a_call_says(pair, door):
 def test_batches_of_transformers_say_that_they_leave_the_draft_out(pair, monkeypatch):
     target, draft = pair
     monkeypatch.setattr(type(target), "continuous_batching_context_manager", lambda *_, **__: 1 / 0)
-    with pytest.warns(UserWarning, match="without its assistant_model.*generate_many"), pytest.raises(ArithmeticError):
+    with pytest.warns(UserWarning, match="without its assistant_model.*attach"), pytest.raises(ArithmeticError):
         target.generate_batch([[1, 2]], assistant_model=draft)
 
 

@@ -27,6 +27,7 @@ from ..targets.support import TargetSupport, restore
 from ..targets.transformers_api import generation_obstacles
 from .assisted import DSparkCandidateGenerator, decode_assisted
 from .attach import Attachment, attachment_of
+from .batch import batch_plan, decode_batch
 from .call import decode_call, effective_config
 from .checks import DECODED, INPUT_ARGUMENTS, Refused, loop_obstacle, option_obstacles, refuse
 from .hook import call_obstacles, cutoff_of, drop_cache_of_files, plan_call
@@ -112,13 +113,23 @@ def _signature(function: Callable) -> inspect.Signature:
 
 
 def generate_batch(original: Callable, target: PreTrainedModel, /, *args: Any, **kwargs: Any):
-    """Say that transformers' continuous batching decodes without the draft, which it takes and does not look at."""
-    said = "generate_batch() of transformers decodes without its assistant_model: use hf_dspark.generate_many(...)"
-    if (attached := attachment_of(target)) is not None:
-        attached.count([said])
-    elif kwargs.get("assistant_model") is not None:
-        warnings.warn(said, stacklevel=3)
-    return original(target, *args, **kwargs)
+    """Decode transformers' continuous batches with the attached draft by our queue, unless an option is of its own
+    engine. A draft among the arguments is what transformers takes and does not look at."""
+    attached, given = attachment_of(target), _signature(original).bind(target, *args, **kwargs).arguments
+    if attached is None or not given["inputs"]:
+        if kwargs.get("assistant_model") is not None:
+            said = "generate_batch() of transformers decodes without its assistant_model: use hf_dspark.attach(...)"
+            warnings.warn(said, stacklevel=3)
+        return original(target, *args, **kwargs)
+    config, reasons = batch_plan(target, given | given.get("kwargs", {}))
+    try:
+        refuse(reasons)
+        output = decode_batch(target, attached.draft, given["inputs"], config, given.get("progress_bar", False))
+    except Refused as refusal:
+        attached.count(refusal.reasons)
+        return original(target, *args, **kwargs)
+    attached.count()
+    return output
 
 
 def validate_generation_mode(
