@@ -189,6 +189,16 @@ def test_passes_padded_for_an_accelerator_give_the_same_tokens(rows, policy, unc
     assert len(set(sizes)) >= 2 and {width for _, width in sizes} <= set(fixed_cache.WIDTHS)
 
 
+@pytest.mark.parametrize("policy", [FullBlock(), TREES], ids=["chains", "trees"])
+@pytest.mark.parametrize("rows", [1, 3])
+def test_a_window_is_the_same_in_graphs(rows, policy, uncompiled, pair):
+    options = {"policy": policy, "draft_window": 8}
+    expected = decoded(pair, rows, DecodingOptions(**options), **DRAWN, max_new_tokens=60)
+    accepted = pair[1].last_stats.accepted
+    found = decoded(pair, rows, DecodingOptions(compile=True, **options), **DRAWN, max_new_tokens=60)
+    assert torch.equal(found, expected) and pair[1].last_stats.accepted == accepted
+
+
 def test_a_cache_gets_the_memory_of_one_that_is_gone(uncompiled, pair):
     """CUDA graphs are recorded for addresses."""
     target, draft = pair

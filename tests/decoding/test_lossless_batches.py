@@ -133,6 +133,14 @@ def test_a_round_of_two_rows_has_the_joint_distribution_of_both_targets(monkeypa
         assert len(lengths) > 1, "the budget must depend on what was drafted"
 
 
+@pytest.mark.parametrize("policy", [FullBlock(), Scheduler(num_nodes=4)], ids=["chain", "tree"])
+def test_rounds_have_the_targets_distribution_when_the_draft_sees_two_tokens(monkeypatch, make_target, policy):
+    target, draft = make_pair(make_target, gamma=GAMMA)
+    draft.config.draft_window, processors = 2, LogitsProcessorList([TopKLogitsWarper(2)])
+    found = enumerate_rounds(monkeypatch, target, draft, policy, processors, prompts=PROMPTS[:1], rounds=2)
+    assert found[0] < 5e-6 and found[1] == pytest.approx(1.0, abs=1e-5)
+
+
 @pytest.mark.filterwarnings("ignore:the draft .* NaN or infinite")
 @pytest.mark.parametrize("policy", [FullBlock(), Scheduler(SLOPE, trees=False, skip=False)])
 def test_a_round_has_the_joint_distribution_when_the_draft_overflows_after_some_tokens(

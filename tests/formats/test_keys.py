@@ -337,11 +337,11 @@ TOGETHER = {
 SLIDES = {"layer_types": ["sliding_attention"] * 2, "sliding_window": 8}
 TOGETHER |= dict.fromkeys(("sliding_window", "causal_sliding", "sliding_from_anchor"), SLIDES)
 # Calibration travels in a file beside the format, tensors tell of weights of the draft's own, the target of a norm in
-# its embedding, and the rest belongs to a field above.
+# its embedding; a window in decoding is advice, and the rest belongs to a field above.
 ELSEWHERE = {
     "sts_temperatures", "confidence_fits", "sibling_acceptance", "own_embedding", "own_lm_head", "target_model_type",
     "initializer_range", "tie_word_embeddings", "pad_token_id", "bos_token_id", "eos_token_id", "conv_group_size",
-    "markov_start", "markov_state_size", "embedding_norm",
+    "markov_start", "markov_state_size", "embedding_norm", "draft_window",
 }  # fmt: skip
 
 

@@ -42,7 +42,7 @@ def small(**overrides) -> DSparkConfig:
                 0: (
                     "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
                     "num_key_value_heads", "head_dim", "block_size", "num_target_layers", "max_position_embeddings",
-                    "draft_top_k", "draft_vocab_size",
+                    "draft_top_k", "draft_vocab_size", "draft_window",
                 ),
                 -1: ("mask_token_id", "markov_rank"),
             }.items() for field in fields

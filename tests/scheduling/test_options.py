@@ -56,6 +56,12 @@ def test_impossible_loads_are_refused(tokens):
         DecodingOptions(other_tokens=tokens).tokens_of_others()
 
 
+@pytest.mark.parametrize("window", [0, -1, "all", 2.5, True])
+def test_impossible_windows_are_refused(window):
+    with pytest.raises(ValueError, match="draft_window must be a number of tokens, 1 or more, 'auto', or None"):
+        DecodingOptions(draft_window=window)
+
+
 def test_a_domain_may_be_calibrated_for_one_regime(pair):
     config, gamma = pair[1].config, pair[1].config.block_size
     config.sts_temperatures = {"default": [1.0] * gamma, "math/greedy": [2.0] * gamma, "math": [4.0] * gamma}

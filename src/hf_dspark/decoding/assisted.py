@@ -166,11 +166,13 @@ class DSparkCandidateGenerator(CandidateGenerator):
             self._request = Request(0, input_ids[0], max_length, self._call.logits_processor, rule)
             mask = (model_kwargs or {}).get("attention_mask")
             if mask is not None:  # left padding of the prompt is no context
-                features = features[mask[0, : len(features)].bool().to(features.device)]
-            self._request.features.append(features)
+                whole = len(features)
+                features = features[mask[0, :whole].bool().to(features.device)]
+                self._request.hidden_prompt = len(features) - whole
+            self._drafter.keep(self._request, features)
         else:
             # The last pass saw [old anchor, drafts]; of these the old anchor and the accepted drafts are committed.
-            self._request.features.append(features[: int(n_last_matches) + 1])
+            self._drafter.keep(self._request, features[: int(n_last_matches) + 1])
         self._request.token_ids = input_ids[0]
         requests = [self._request]
         self._proposal = self._drafter.propose(requests, self._drafter.noise(requests))

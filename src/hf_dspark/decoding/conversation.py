@@ -174,7 +174,6 @@ class Conversation:
 
     draft_cache: SlotCache  # the draft's context of the same rows
     drafted_by: "weakref.ref[DraftModel]"  # whose context that is
-    unseen: list[int]  # committed slots at the beginning that the draft never saw
     dtype: torch.dtype  # of that draft
     # The tokens in the committed slots, by which a later turn is recognised; `None` where they are not known.
     token_ids: list[torch.Tensor | None] = field(default_factory=list)
@@ -189,13 +188,14 @@ class Conversation:
         conversation = cache.conversation
         if conversation is None or conversation.drafted_by() is not draft or conversation.dtype != draft.dtype:
             draft_cache, of = SlotCache(cache.num_rows), weakref.ref(draft)
-            conversation = cache.conversation = cls(draft_cache, of, list(cache.lengths), draft.dtype)
+            draft_cache.offsets = list(cache.lengths)  # of a cache from elsewhere it never saw anything
+            conversation = cache.conversation = cls(draft_cache, of, draft.dtype)
         conversation.in_progress, cache.columns = True, None
-        draft_cache, unseen = conversation.draft_cache, conversation.unseen
+        draft_cache = conversation.draft_cache
         draft_cache.limit = cache.limit + draft.config.num_slots
         for row, request in enumerate(requests):
-            known, context = cache.lengths[row] - unseen[row], draft_cache.lengths[row]
-            unseen[row] = min(unseen[row], cache.lengths[row])
+            known, context = cache.lengths[row] - draft_cache.offsets[row], draft_cache.lengths[row]
+            draft_cache.offsets[row] = min(draft_cache.offsets[row], cache.lengths[row])
             draft_cache.truncate(row, max(0, min(known, context)))
             if known > context:
                 request.features.append(torch.cat(conversation.waiting_features[row])[: known - context])

@@ -29,6 +29,7 @@ from .request import Call, Request
 from .tree_drafting import BestTrees, Chains, DrawnTrees
 
 WAITING_AT_MOST = 128
+USUAL_WINDOW = 4096  # far beyond the texts that drafts are trained on
 
 
 @dataclass(frozen=True)
@@ -58,6 +59,13 @@ class Drafter:
         draft.bind(support.target)
         self.cache = SlotCache() if cache is None else cache
         self.policy = call.policy.fresh()
+        window = call.options.draft_window
+        if window == "auto":
+            window = draft.config.draft_window or USUAL_WINDOW
+        self.window = window = None if draft.reads_own_tokens else window
+        if window is not None and self.cache.limit is not None:
+            most = 2 * window + draft.config.num_slots + self.policy.most_nodes
+            self.cache.limit = min(self.cache.limit, most)
         self.statistics = draft.last_stats = Rounds(policy=self.policy.to_dict())
         self._options = call.options
         self._processor = DraftProcessor(call.logits_processor, draft.config.vocab_size)
@@ -185,6 +193,17 @@ class Drafter:
         self._give_up(requests, [[-int(broken)] for broken in sampler.is_broken])
         return drafts
 
+    def keep(self, request: Request, features: torch.Tensor) -> None:
+        """Keep features of committed tokens, `[n, m*d]`, until the draft reads them, if it will see them."""
+        request.features.append(features)
+        if self.window is not None and _num_features([request])[0] > self.window:
+            request.features[:] = [joined(request.features)[-self.window :].clone()]
+
+    def make_room(self, row: int, request: Request) -> None:
+        """Prepare a row of the cache for the features of a request, which end right before its anchor."""
+        self.cache.window = self.window
+        self.cache.make_room(row, _num_features([request])[0], request.anchor_position)
+
     def _read_late(self, requests: Sequence[Request]) -> bool:
         """Let the draft read what waits if it is much: features are larger than what it keeps of them."""
         is_much = max(_num_features(requests)) >= WAITING_AT_MOST
@@ -222,6 +241,8 @@ class Drafter:
         # The features end right before the anchor, so the token after each of them is committed.
         counts = [count + draft.reads_own_tokens for count in num_features]
         committed_ids = joined(list(map(Request.last_ids, requests, counts)))
+        for row, request in enumerate(requests):
+            self.make_room(row, request)
         before = self.cache.lengths
         try:
             with _own_precision(draft):

@@ -185,7 +185,7 @@ class DecodingLoop:
             self.recording.drop(request.id, len(new_tokens) - kept)
             # The old anchor and all but the last new token are in the cache now; the last one is the new anchor.
             self.cache.commit(row, kept)
-            request.features.append(features[:kept])
+            self.drafter.keep(request, features[:kept])
             num_committed.append(kept)
             self._stream(new_tokens[:kept])
         return num_committed
@@ -246,6 +246,7 @@ class DecodingLoop:
             self.cache.commit(len(self.requests), len(prompt))
             self.requests.append(request)
             request.append([token])
+            self.drafter.make_room(len(self.requests) - 1, request)
         failed = None
         for row, (request, token) in enumerate(zip(requests, tokens, strict=True)):
             self.recording.add(request.id, logits[row : row + 1], scores[row : row + 1])
@@ -278,6 +279,6 @@ class DecodingLoop:
             output = self._forward(joined(parts), layout, types, logits_at=last, verifying=False)
             logits |= dict(zip(rows, output.logits, strict=True))
             for row in rows:
-                requests[row].features.append(output.features[tokens[row]])
+                self.drafter.keep(requests[row], output.features[tokens[row]])
                 self.recording.add_prompt(requests[row].id, output, tokens[row])
         return torch.stack([logits[row] for row in range(len(requests))])

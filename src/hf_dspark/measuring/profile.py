@@ -125,7 +125,8 @@ def _teach(
     lengths = [*(range(gamma + 1) if requests == 1 else sorted({gamma // 2, gamma})), None]
     prompt = torch.arange(context_length, device=target.device) % draft.config.vocab_size
     nothing, criteria = LogitsProcessorList(), StoppingCriteriaList()
-    options = DecodingOptions(prompt_lookup=False, compile=draft.decoding.compile)
+    own = draft.decoding
+    options = DecodingOptions(prompt_lookup=False, compile=own.compile, draft_window=own.draft_window)
     warming = 3 if options.compile else 1  # a CUDA graph is recorded in the second round of a size
     config, policy = GenerationConfig(do_sample=True), _EverySize(costs, lengths, learns_after=warming * len(lengths))
     # As transformers would give it: a compiled pass with other arguments would be another graph.
@@ -137,9 +138,10 @@ def _teach(
     loop = DecodingLoop(drafter, call, SlotCache(requests))
     loop.admit(rows, [prompt] * requests)
     kept = [(row.token_ids, torch.cat(row.features)[-3:]) for row in rows]
+    seen = min(context_length, drafter.window or context_length)
     for _ in range(len(lengths) * (warming + times)):
         loop.run_round()
         for row, (token_ids, features) in enumerate([] if drafter.support.keeps_states else kept):
             rows[row].token_ids, rows[row].features = token_ids, [features]
             loop.cache.truncate(row, context_length)
-            drafter.cache.truncate(row, context_length - len(features))
+            drafter.cache.truncate(row, seen - len(features))

@@ -141,29 +141,34 @@ class CachedPass:
     written: tuple[SlotLayout, ...]  # what layers give keys and values of, one after the other
     rows: SlotLayout  # which of them attend
     is_causal: bool = False
+    firsts: tuple[int, ...] = (0,)  # the first slot that each row sees, or all rows
     # Of nodes of trees: which slots each row sees, [R, width, keys]; there are no sliding layers then.
     sees: torch.Tensor | None = None
     # For all layers, folded without sinks.
     masks: dict[SlidingWindow | None, torch.Tensor | None] = field(default_factory=dict)
 
     def position_ids(self, device: torch.device) -> torch.Tensor:
-        return joined([layout.position_ids(device) for layout in self.written], dim=1)
+        return joined([self.cache.at_positions(layout).position_ids(device) for layout in self.written], dim=1)
 
     def keys_from(self, window: SlidingWindow | None) -> int:
         """Return the first slot that some row sees."""
-        return 0 if window is None else max(0, min(self.rows.starts) - window.size + (not window.from_anchor))
+        first = min(self.firsts)
+        return first if window is None else max(first, min(self.rows.starts) - window.size + (not window.from_anchor))
 
     def visible(self, window: SlidingWindow | None, device: torch.device) -> torch.Tensor | None:
         """Return which slots from `keys_from(window)` on each row sees, `[R, 1, width, keys]`; `None`: all."""
+        start = self.keys_from(window)
         if self.sees is not None:
-            return self.sees[:, None]
+            return self.sees[:, None, :, start:]
         starts, width = self.rows.starts, self.rows.width
         all_seen = len(set(starts)) == 1 and (width == 1 or not self.is_causal)
         all_near = window is None or not (window.causal or self.rows.end > window.size)
-        if all_seen and all_near:
+        firsts = None if max(self.firsts) <= start else to_device(self.firsts, device)
+        if all_seen and all_near and firsts is None:
             return None
-        keys = torch.arange(self.keys_from(window), self.rows.end, device=device)
-        return seen_slots(to_device(starts, device), keys, width, None if all_near else window, self.is_causal)
+        keys = torch.arange(start, self.rows.end, device=device)
+        near = None if all_near else window
+        return seen_slots(to_device(starts, device), keys, width, near, self.is_causal, firsts)
 
     def attend(
         self, layer: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *earlier: torch.Tensor
@@ -184,13 +189,20 @@ class CachedPass:
 
 
 def seen_slots(
-    starts: torch.Tensor, keys: torch.Tensor, width: int, window: SlidingWindow | None, is_causal: bool = False
+    starts: torch.Tensor,
+    keys: torch.Tensor,
+    width: int,
+    window: SlidingWindow | None,
+    is_causal: bool = False,
+    firsts: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Return which slots of the cache `[keys]` the rows of blocks see that begin at `starts` `[R]`,
-    `[R, 1, width, keys]`: the context before them, and their block."""
+    `[R, 1, width, keys]`: the context before them, from `firsts` `[R]` on, and their block."""
     own = keys - starts[:, None, None, None]  # negative: context
     slots = torch.arange(width, device=keys.device)[:, None]
     visible = own <= (slots if is_causal else width - 1)
+    if firsts is not None:
+        visible = visible & (keys >= firsts[:, None, None, None])
     if window is not None:
         visible = visible & torch.where(own < 0, window.sees_context(slots, -own), window.sees_slot(slots, own))
     return visible.expand(-1, -1, width, -1)

@@ -86,6 +86,8 @@ class DraftConfig(PreTrainedConfig):
             layer i. The last layer must not be tapped, because transformers reports it after the final norm.
         draft_top_k (`int`, *optional*): Draft among k candidates of each slot only, which is as exact, and saves the
             Markov head's products with large vocabularies.
+        draft_window (`int`, *optional*): How many tokens before the anchor blocks see in decoding, unless the options
+            of a call say otherwise; `None` is 4096.
         target_model_type (`str`, *optional*): The `model_type` of the target, for messages and cards.
         own_embedding, own_lm_head (`bool`): Whether the draft has weights of its own, `embed_tokens.weight` or
             `lm_head.weight`, that are not copies of the target's. Loading and binding find that out.
@@ -140,6 +142,7 @@ class DraftConfig(PreTrainedConfig):
     num_target_layers: int | None = 36
     target_layer_ids: list[int] | None = None
     draft_top_k: int | None = None
+    draft_window: int | None = None
     target_model_type: str | None = None
     own_embedding: bool = False
     own_lm_head: bool = False
@@ -193,6 +196,7 @@ class DraftConfig(PreTrainedConfig):
         yield all(-1 <= layer < last for layer in ids), "target_layer_ids", the_last
         top_k = self.draft_top_k
         yield top_k is None or 1 <= top_k <= tokens, "draft_top_k", f"lie in [1, {tokens}], or be None"
+        yield self.draft_window is None or self.draft_window >= 1, "draft_window", "be at least 1, or be None"
         yield self.hidden_act in ACT2FN, "hidden_act", "name an activation that transformers knows"
         yield self.dtype is None or self.dtype in DTYPES, "dtype", f"be one of {DTYPES}"
 

@@ -91,7 +91,11 @@ class FixedSlots(Cache):
 
 
 class FixedBlocks(FixedSlots):
-    """A cached pass of a draft, see `CachedPass`: new context of all rows, then the slots of their blocks."""
+    """A cached pass of a draft, see `CachedPass`: new context of all rows, then the slots of their blocks.
+
+    Attributes:
+        firsts (`torch.Tensor`): The first slot that each row sees, `[R]`.
+    """
 
     def __init__(self, device: torch.device, num_slots: int) -> None:
         super().__init__(device)
@@ -100,7 +104,7 @@ class FixedBlocks(FixedSlots):
     def begin(self, cache: SlotCache, counts: Sequence[int], num_features: int) -> None:
         """Take over a pass that reads so many features of each row, padded to `num_features` in all."""
         size, counts = self.num_slots, np.array(counts)
-        starts = np.array(cache.lengths[: len(counts)])
+        starts, offsets = (np.array(part[: len(counts)]) for part in (cache.lengths, cache.offsets))
         context = _packed(starts, counts, num_features)
         blocks = _packed(starts + counts, np.full_like(counts, size), size * len(counts))
 
@@ -109,8 +113,9 @@ class FixedBlocks(FixedSlots):
             return {
                 "rows": rows,
                 "slots": np.where(slots < 0, unseen, slots),
-                "positions": slots.clip(0),
+                "positions": slots.clip(0) + offsets[rows],
                 "starts": starts + counts,
+                "firsts": np.array(cache.first_seen(starts + counts)),
             }
 
         self.take(cache, len(counts), int((starts + counts).max()) + size, numbers)
@@ -121,7 +126,7 @@ class FixedBlocks(FixedSlots):
     def attend(self, layer: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         """Write keys and values of the packed rows, and attend from those of the blocks: `[1, Q, heads, size]`."""
         key, value = self.update(key, value, layer.layer_idx)
-        visible = seen_slots(self.starts, self.attended, self.num_slots, layer.window)
+        visible = seen_slots(self.starts, self.attended, self.num_slots, layer.window, firsts=self.firsts)
         rows = query[0].unflatten(1, (-1, self.num_slots)).transpose(0, 1)
         attended = attend_as(layer, rows, key, value, folded_for(layer, visible, query, key))
         return attended.transpose(1, 2).flatten(0, 1)[None]

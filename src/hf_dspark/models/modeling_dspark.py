@@ -149,7 +149,8 @@ class DSparkDraftModel(DraftModel):
         blocks = SlotLayout(after_context, (num_slots,) * len(counts))  # written after the context and never counted
         # Of a single request, both are written at once.
         written = (contexts, blocks) if len(counts) > 1 else (SlotLayout(starts, (counts[0] + num_slots,)),)
-        return self.read_cached(anchor_ids, features, CachedPass(cache, written, blocks))
+        drafting = CachedPass(cache, written, blocks, firsts=cache.first_seen(after_context))
+        return self.read_cached(anchor_ids, features, drafting)
 
     def read_cached(
         self, anchor_ids: torch.Tensor, features: torch.Tensor, drafting: CachedPass | FixedBlocks

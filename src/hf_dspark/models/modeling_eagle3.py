@@ -68,8 +68,9 @@ def take_rows(states: torch.Tensor, rows: torch.Tensor | None) -> torch.Tensor:
 class NodeSlots:
     """Where the nodes of trees stand in the cache while these grow: after their row's context, as they come."""
 
-    def __init__(self, starts: Sequence[int]) -> None:
+    def __init__(self, starts: Sequence[int], cache: SlotCache) -> None:
         self._starts, self._free, self._depth = starts, list(starts), 0
+        self._firsts, self._offsets = cache.first_seen(starts), cache.offsets
         self._rows = list(range(len(starts)))  # of the nodes of the latest level, in ascending order
         self._paths: list[list[int]] = [[] for _ in starts]  # slots of each of them and its ancestors
 
@@ -81,16 +82,16 @@ class NodeSlots:
         counts = np.bincount(self._rows, minlength=len(self._free))
         layout = SlotLayout(tuple(self._free), tuple(counts.tolist()))
         sees = np.zeros((layout.num_rows, layout.width, layout.end), dtype=bool)
-        sees[:, :, 0] = True  # columns without a node would be NaN
+        sees[np.arange(layout.num_rows), :, self._firsts] = True  # columns without a node would be NaN
         self._paths, positions = [], []
         for row, path in zip(self._rows, paths, strict=True):
             slot = self._free[row]
             self._free[row] = slot + 1
             self._paths.append([*path, slot])
             seen = sees[row, slot - layout.starts[row]]
-            seen[: self._starts[row]] = True
+            seen[self._firsts[row] : self._starts[row]] = True
             seen[self._paths[-1]] = True
-            positions.append(self._starts[row] + self._depth)
+            positions.append(self._offsets[row] + self._starts[row] + self._depth)
         self._depth += 1
         return layout, to_device([positions], device), to_device(torch.from_numpy(sees), device)
 
@@ -167,12 +168,13 @@ class Eagle3DraftModel(DraftModel):
         layout = SlotLayout(cache.lengths[: len(counts)], tuple(max(1, count) for count in counts))
         last = to_device([list(accumulate(layout.counts))], self.device) - 1
         last_slots = tuple(start + count - 1 for start, count in zip(layout.starts, layout.counts, strict=True))
+        firsts = cache.first_seen([slot + 1 for slot in last_slots])
         whole, ends = (
-            CachedPass(cache, (layout,), queries, is_causal=True)
+            CachedPass(cache, (layout,), queries, is_causal=True, firsts=firsts)
             for queries in (layout, SlotLayout(last_slots, (1,) * layout.num_rows))
         )
         passes = [(whole, None)] * (len(self.layers) - 1) + [(ends, last)]
-        return self._run(self.fuse(features)[None], committed_ids, layout.position_ids(self.device), passes)
+        return self._run(self.fuse(features)[None], committed_ids, whole.position_ids(self.device), passes)
 
     def _draw(
         self, hidden: torch.Tensor, anchor_ids: torch.Tensor, sampler: Sampler, num_tokens: int | None, *more: Any
@@ -180,7 +182,7 @@ class Eagle3DraftModel(DraftModel):
         top_k, kept_ids, (cache, counts) = self.config.draft_top_k, self.draft_token_ids(), more
         # Where the block begins; a slot that was read without features is not counted.
         starts = [length + (count == 0) for length, count in zip(cache.lengths, counts, strict=False)]
-        nodes = NodeSlots(starts)
+        nodes, firsts = NodeSlots(starts, cache), cache.first_seen(starts)
         for depth in range(1, 1 + (num_tokens or self.config.block_size)):
             normed = self.norm(hidden)
             hidden = normed if self.config.norm_output else hidden
@@ -195,11 +197,11 @@ class Eagle3DraftModel(DraftModel):
             tokens, parents = level
             if parents is None:
                 layout, sees = SlotLayout(tuple(start + depth - 1 for start in starts), (1,) * len(starts)), None
-                positions = layout.position_ids(self.device)
+                positions = cache.at_positions(layout).position_ids(self.device)
             else:
                 hidden = hidden[to_device(parents, hidden.device)]
                 layout, positions, sees = nodes.below(parents, self.device)
-            drafting = CachedPass(cache, (layout,), layout, is_causal=True, sees=sees)
+            drafting = CachedPass(cache, (layout,), layout, is_causal=True, firsts=firsts, sees=sees)
             hidden = self._run(hidden[None], tokens, positions, [(drafting, None)] * len(self.layers))
         return sampler.finish()
 

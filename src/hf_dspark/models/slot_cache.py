@@ -1,4 +1,5 @@
-"""A preallocated key-value cache for rows of different lengths: slot = logical position.
+"""A preallocated key-value cache for rows of different lengths: slot = logical position, but for a draft's context,
+of which what its window has left is dropped.
 
 A rejected token needs no rollback: its slot lies after the committed length and is written again before it is read.
 Serves the target and the draft.
@@ -8,7 +9,7 @@ import copy
 import functools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn
 
 import numpy as np
@@ -160,6 +161,9 @@ class SlotCache(Cache):
         # Where the latest call had each row's tokens in its padded batch, if it has ended.
         self.columns: Sequence[torch.Tensor] | None = None
         self._lengths = [0] * num_rows
+        # Of a draft's context: how many slots before a block it sees, and the position of each row's first slot.
+        self.window: int | None = None
+        self.offsets = [0] * num_rows
         self._layout: SlotLayout | None = None
         # Keys and values, [rows, heads, capacity, size], by layer and "keys" or "values".
         self.stores: dict[tuple[int, str], torch.Tensor] = {}
@@ -178,6 +182,25 @@ class SlotCache(Cache):
         for name, store in list(self.stores.items()):
             if store.shape[2] < needed:
                 self._store(name, store, wanted)
+
+    def first_seen(self, ends: Sequence[int]) -> tuple[int, ...]:
+        """Return the first slot that a block of each row sees whose context ends at a slot."""
+        return tuple(0 if self.window is None else max(0, end - self.window) for end in ends)
+
+    def at_positions(self, layout: SlotLayout) -> SlotLayout:
+        """Return a layout whose slots are the positions of another one's."""
+        positions = tuple(start + offset for start, offset in zip(layout.starts, self.offsets, strict=False))
+        return layout if positions == layout.starts else replace(layout, starts=positions)
+
+    def make_room(self, row: int, count: int, end: int) -> None:
+        """Prepare a row for the next slots, the last of them before the position `end`. What blocks after them do not
+        see is dropped once it fills as much as they see."""
+        length, window = self._lengths[row], self.window
+        if window is not None and (count >= window or length + count > 2 * window):
+            self._lengths[row] = kept = max(0, window - count)
+            for store in self.stores.values():
+                store[row, :, :kept] = store[row, :, length - kept : length]
+        self.offsets[row] = end - count - self._lengths[row]
 
     def commit(self, row: int, count: int) -> None:
         """Count the next slots of a row, which hold its latest tokens, as committed."""
@@ -291,6 +314,7 @@ class SlotCache(Cache):
         for store in self.stores.values():
             store[destination] = store[source]  # stale slots, too: see `clear`
         self._lengths[destination], self._lengths[source] = self._lengths[source], 0
+        self.offsets[destination] = self.offsets[source]
         self.row_states[destination], self.row_states[source] = self.row_states[source], {}
 
     def swap_rows(self, first: int, second: int) -> None:
@@ -301,13 +325,14 @@ class SlotCache(Cache):
             kept = store[first, :, :length].clone()
             store[first, :, :length] = store[second, :, :length]
             store[second, :, :length] = kept
-        for parts in (self._lengths, self.row_states):
+        for parts in (self._lengths, self.offsets, self.row_states):
             parts[first], parts[second] = parts[second], parts[first]
 
     def shrink(self, num_rows: int) -> None:
         with torch.inference_mode(False):
             self.stores = {name: store[:num_rows].clone() for name, store in self.stores.items()}
         self.num_rows, self._lengths, self.row_states = num_rows, self._lengths[:num_rows], self.row_states[:num_rows]
+        self.offsets = self.offsets[:num_rows]
 
     def take_row(self, other: Cache, row: int, columns: torch.Tensor) -> None:
         """Copy a row of one of transformers' caches, whose tokens are in `columns`, into the same row, empty here."""

@@ -29,11 +29,13 @@ class DecodingOptions:
             a time; for comparison.
         compile (`bool` or `"auto"`): Whether the passes of a round run as compiled graphs; `"auto"`: on a GPU. The
             first rounds wait for the compiler. What cannot be compiled runs as without it, which a warning says once.
+        draft_window (`int` or `"auto"`, *optional*): How many tokens before the anchor the draft sees and keeps;
+            `None`: all. `"auto"`: as its config says, else 4096. Ordinary assistants see all.
 
     Raises:
         TypeError: If an option is of another type.
-        ValueError: If `other_tokens` is no number of tokens, `trees` is given beside a policy, or `compile` is text
-            other than `"auto"`.
+        ValueError: If `other_tokens` or `draft_window` is no number of tokens, `trees` is given beside a policy, or
+            `compile` is text other than `"auto"`.
 
     Example:
 
@@ -52,6 +54,7 @@ class DecodingOptions:
     observer: Callable[[RoundOutcome], None] | None = None
     use_transformers_loop: bool = False
     compile: bool | Literal["auto"] = False
+    draft_window: int | Literal["auto"] | None = "auto"
 
     def __post_init__(self) -> None:
         if isinstance(self.policy, type):
@@ -67,6 +70,11 @@ class DecodingOptions:
             )
         if isinstance(self.compile, str) and self.compile != "auto":
             raise ValueError(f"compile must be True, False or 'auto', got {shortened(self.compile)}")
+        window = self.draft_window
+        if window not in (None, "auto") and (type(window) is not int or window < 1):
+            raise ValueError(
+                f"draft_window must be a number of tokens, 1 or more, 'auto', or None for all, got {shortened(window)}"
+            )
         flags = {"compile": bool | str, "prompt_lookup": bool, "use_transformers_loop": bool, "trees": bool | None}
         require_types(self, **flags, domain=str | None, observer=Callable | None)
         if not callable(self.other_tokens):
