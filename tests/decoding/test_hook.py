@@ -64,7 +64,7 @@ def test_decode_with_is_the_same_without_the_wraps(target, draft, prompts, monke
         monkeypatch.setattr(install.GenerationMixin, name, getattr(method, "__wrapped__", method))
     assert target.generate(**batch, custom_generate=decode_with(draft), **GREEDY).tolist() == expected.tolist()
     with pytest.raises(TypeError, match="DSparkDraftModel"):
-        decode_with(target)
+        decode_with(target.config)
 
 
 def test_threshold_of_the_call_comes_before_the_drafts_policy(target, draft, prompt_ids):
