@@ -175,9 +175,8 @@ def chat(parser: ArgumentParser) -> None:
     example: hf-dspark chat HuggingFaceTB/SmolLM2-135M-Instruct do_sample=False max_new_tokens=100 --draft auto
     """
     _add_target(parser, served=True)
-    add = parser.add_argument
-    add("generate_flags", nargs="*", type=setting, metavar="NAME=VALUE", help="options of generate()")
-    add("--system_prompt", metavar="TEXT", help="told to the model first")
+    parser.add_argument("generate_flags", nargs="*", type=setting, metavar="NAME=VALUE", help="options of generate()")
+    parser.add_argument("--system_prompt", metavar="TEXT", help="told to the model first")
 
 
 def regenerate(parser: ArgumentParser) -> None:
