@@ -81,7 +81,6 @@ class BlockProcessor:
         # Whether some candidates may all be impossible although not all tokens are.
         self.may_forbid_all = any(kind not in READ_SCORES_ONLY for kind in kinds)
         self._processors = processors
-        self.settings = str([(type(each), vars(each)) for each in processors])
         self._vocab_size = vocab_size
         self._fused_from, self._truncation = len(processors), None
         while self._fused_from and (longer := Truncation.of(processors[self._fused_from - 1 :], self.tie_margin)):
@@ -89,6 +88,11 @@ class BlockProcessor:
         is_at_once = [kind in READ_NO_PREFIX for kind in kinds[: self._fused_from]]
         sizes = [len(list(group)) for _, group in groupby(is_at_once)]
         self._stretches = [slice(end - size, end) for end, size in zip(accumulate(sizes), sizes, strict=True)]
+
+    @property
+    def settings(self) -> str:
+        """Name the processors and their numbers."""
+        return str([(type(each), vars(each)) for each in self._processors])
 
     def __call__(
         self, logits: torch.Tensor, candidate_ids: torch.Tensor | None = None, prefixes: Sequence[Prefix | None] = ()
