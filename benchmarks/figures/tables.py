@@ -92,6 +92,10 @@ def regime(temperature: float) -> str:
     return f"temperature {temperature:g}" if temperature else "greedy"
 
 
+def size_of(geometry: str) -> str:
+    return geometry.replace("qwen", "Qwen").replace("b", "B")
+
+
 def percent(share: float | None, digits: int = 1) -> str:
     return number(None if share is None else 100 * share, digits)
 
@@ -199,8 +203,7 @@ def larger_models() -> Rows:
             for baseline in ("speedup_same_kernels", "speedup")
             for way in ("greedy", "truncated")
         ]
-        size = geometry.replace("qwen", "Qwen").replace("b", "B")
-        yield size, name, count, *map(number, speedups), number(next(iter(cells.values()))["tau"])
+        yield size_of(geometry), name, count, *map(number, speedups), number(next(iter(cells.values()))["tau"])
 
 
 @table("compiled_pair", "compiled_0.6b", "loop_h200_4b")
@@ -212,7 +215,7 @@ def compiled_rounds() -> Rows:
             facts = {key: value["full block"] if isinstance(value, dict) and "full block" in value else value
                      for key, value in cell.items()}  # fmt: skip
             eager = facts.get("speedup_unpacked", facts["speedup"]) / facts["speedup_compiled"]
-            size = cell.get("geometry", "shipped pair").replace("qwen", "Qwen").replace("b", "B")
+            size = size_of(cell["geometry"]) if "geometry" in cell else "shipped pair"
             ratios = eager, facts["speedup_compiled"], facts["speedup_over_compiled"], facts["tau"]
             yield size, machine(result), cell["rows"], cell["regime"], *map(number, ratios)
 

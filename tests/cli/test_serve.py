@@ -151,7 +151,7 @@ def test_of_two_hundred_requests_none_is_lost_beside_a_reader_that_takes_its_tim
 
 
 @needs_server
-def test_a_client_that_goes_away_stops_its_answer_and_disturbs_nobody(served):
+def test_a_client_that_goes_away_stops_its_answer_and_disturbs_no_other(served):
     before = served.attached.num_assisted, served.attached.num_plain
     connection = socket.create_connection((LOOPBACK, served.port), timeout=60)
     body = json.dumps({"prompt": PROMPTS[0], "stream": True, "max_tokens": 100_000, "logit_bias": {"62": -100}})
@@ -162,7 +162,7 @@ def test_a_client_that_goes_away_stops_its_answer_and_disturbs_nobody(served):
     connection.close()
     start = time.perf_counter()
     assert served.ask(PROMPTS[1]) == served.plain(PROMPTS[1])
-    assert time.perf_counter() - start < 60  # and the answer to nobody is not counted, for it did not end
+    assert time.perf_counter() - start < 60  # and the answer that was left is not counted, for it did not end
     assert (served.attached.num_assisted, served.attached.num_plain) == (before[0] + 1, before[1])
 
 

@@ -16,6 +16,7 @@ from ..models.slot_cache import SlotCache
 from ..sampling.distributions import TokenDistribution
 from ..sampling.drafts import DraftBlock, Drafts, Sampler
 from ..targets.compiled_target import CompiledPasses, CompiledTarget, one_at_a_time
+from ..targets.support import has_users_hooks
 from .logits_processing import DraftProcessor
 from .tree_drafting import Chains
 
@@ -31,12 +32,9 @@ class CompiledDraft(CompiledPasses):
     """The compiled passes of one draft. Get it by [`CompiledDraft.of`]."""
 
     def __init__(self, draft: DSparkDraftModel) -> None:
-        name, is_quantised = (
-            draft.name_or_path or type(draft).__name__,
-            getattr(draft, "hf_quantizer", None) is not None,
-        )
+        is_quantised = getattr(draft, "hf_quantizer", None) is not None
         obstacle = "its weights are quantised" if is_quantised else None
-        super().__init__(f"the draft {name}", _run, draft.device, obstacle)
+        super().__init__(f"the draft {draft.name_or_path or type(draft).__name__}", _run, draft.device, obstacle)
         self.blocks = FixedBlocks(self.device, draft.config.num_slots)
         self._ways: set[tuple] = set()
 
@@ -47,7 +45,7 @@ class CompiledDraft(CompiledPasses):
             return None
         if draft not in _known or _known[draft].device != draft.device:
             _known[draft] = cls(draft)
-        if any(module._forward_hooks or module._forward_pre_hooks for module in draft.modules()):
+        if has_users_hooks(draft.modules()):
             _known[draft].warn("hooks are around its modules")
             return None
         return _known[draft]

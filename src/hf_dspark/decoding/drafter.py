@@ -87,7 +87,8 @@ class Drafter:
         decides = type(self.policy).plan_verify is not Policy.plan_verify
         self._waits = decides or self._processor.reads_prefixes or not in_own_loop or call.options.observer is not None
         self._noise_width = max(draft.config.block_size, self.policy.most_nodes * self._grows_trees)
-        self._compiled = CompiledDraft.of(draft, CompiledTarget.of(support, call.options.compile))
+        self.compiled_target = CompiledTarget.of(support, call.options.compile)
+        self._compiled = CompiledDraft.of(draft, self.compiled_target)
         self._matchers: dict[int, NgramMatcher] = {}
         self._given_up: set[int] = set()  # ids of requests for which the draft's numbers overflow
         self._has_warned = False

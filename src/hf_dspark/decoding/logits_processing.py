@@ -86,8 +86,10 @@ class BlockProcessor:
         while self._fused_from and (longer := Truncation.of(processors[self._fused_from - 1 :], self.tie_margin)):
             self._fused_from, self._truncation = self._fused_from - 1, longer
         is_at_once = [kind in READ_NO_PREFIX for kind in kinds[: self._fused_from]]
-        sizes = [len(list(group)) for _, group in groupby(is_at_once)]
-        self._stretches = [slice(end - size, end) for end, size in zip(accumulate(sizes), sizes, strict=True)]
+        groups = [(at_once, len(list(group))) for at_once, group in groupby(is_at_once)]
+        ends = accumulate(size for _, size in groups)
+        # What is done at once, and what position by position.
+        self._stretches = [(each, slice(end - size, end)) for end, (each, size) in zip(ends, groups, strict=True)]
 
     @property
     def settings(self) -> str:
@@ -104,9 +106,8 @@ class BlockProcessor:
             return Scores(logits, candidate_ids)
         if self._fused_from > 0:  # processors may write into their argument, and expect float32
             logits = logits.to(torch.float32, copy=True)
-        for stretch in self._stretches:
+        for at_once, stretch in self._stretches:
             processors = self._processors[stretch]
-            at_once = type(processors[0]) in READ_NO_PREFIX
             if candidate_ids is not None and any(type(each) not in READ_SCORES_ONLY for each in processors):
                 logits, candidate_ids = scatter_to_vocabulary(logits, candidate_ids, self._vocab_size), None
             logits = _at_once(logits, processors) if at_once else _one_by_one(logits, stretch, prefixes)

@@ -19,7 +19,6 @@ from ..sampling.transfers import joined, to_device
 from ..sampling.verification import next_tokens, verify
 from ..scheduling.rounds import RoundSeconds
 from ..targets import int8_outliers
-from ..targets.compiled_target import CompiledTarget
 from ..targets.feature_capture import FeatureCapture
 from ..targets.int8_outliers import outliers_of_each
 from ..targets.slot_attention import PackedTarget
@@ -67,8 +66,7 @@ class DecodingLoop:
         self._processor = BlockProcessor(call.logits_processor, drafter.draft.config.vocab_size)
         support = drafter.support
         self._capture = FeatureCapture(support, drafter.draft.config.target_layer_ids)
-        compiled = CompiledTarget.of(support, call.options.compile)
-        self._packed_target = PackedTarget(support, self._capture, compiled)
+        self._packed_target = PackedTarget(support, self._capture, drafter.compiled_target)
         # accelerate would bring an index to another device than the head's; a number stays what it is.
         self._is_spread = support.is_spread
         self._shares_keys = support.shares_keys

@@ -130,8 +130,8 @@ def _teach(
     warming = 3 if options.compile else 1  # a CUDA graph is recorded in the second round of a size
     config, policy = GenerationConfig(do_sample=True), _EverySize(costs, lengths, learns_after=warming * len(lengths))
     # As transformers would give it: a compiled pass with other arguments would be another graph.
-    kept = {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(target.forward).parameters else {}
-    call = Call(prompt[None], nothing, criteria, config, kept, policy, options=options)
+    arguments = {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(target.forward).parameters else {}
+    call = Call(prompt[None], nothing, criteria, config, arguments, policy, options=options)
     endless = context_length + (1 + gamma) * len(lengths) * (1 + warming + times)
     rows = [Request(row, prompt.cpu(), endless, nothing, StopRule(criteria)) for row in range(requests)]
     drafter = Drafter(target, draft, call, SlotCache(requests))

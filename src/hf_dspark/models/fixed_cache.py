@@ -38,7 +38,7 @@ class FixedSlots(Cache):
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(layers=[])
-        self.keeps_memory = device.type != "cpu"
+        self.device, self.keeps_memory = device, device.type != "cpu"
         self.stores: dict[tuple[int, str], torch.Tensor] = {}
         self._kept: dict[tuple[int, str], torch.Tensor] = {}  # of the latest cache on an accelerator
         self._latest: Callable[[], SlotCache | None] = lambda: None
@@ -67,11 +67,10 @@ class FixedSlots(Cache):
         }
         parts = numbers(min(store.shape[2] for store in self.stores.values()) - 1)
         flat = torch.from_numpy(np.concatenate([part.ravel() for part in parts.values()]))
-        device = next(iter(self.stores.values())).device
-        split = to_device(flat, device).split([part.size for part in parts.values()])
+        split = to_device(flat, self.device).split([part.size for part in parts.values()])
         for (name, part), found in zip(parts.items(), split, strict=True):
             setattr(self, name, mark_dynamic(found.view(part.shape), *range(part.ndim)))
-        self.attended = mark_dynamic(torch.arange(end, device=device), 0)
+        self.attended = mark_dynamic(torch.arange(end, device=self.device), 0)
         for store in self.stores.values():
             if not hasattr(store, "_dynamo_static_input_type"):
                 torch._dynamo.mark_static_address(store)  # else CUDA graphs would copy it, and write into the copy
@@ -144,9 +143,9 @@ class FixedCache(FixedSlots):
 
     singly = False
 
-    def begin(self, cache: SlotCache, layout: SlotLayout, device: torch.device) -> None:
+    def begin(self, cache: SlotCache, layout: SlotLayout) -> None:
         """Take over the layout of a pass over the first rows of a cache."""
-        num_tokens, width = fixed_size(layout, device)
+        num_tokens, width = fixed_size(layout, self.device)
         self.take(cache, layout.num_rows, layout.end, partial(_numbers_of, layout, num_tokens, width))
 
     def to_rows(self, states: torch.Tensor) -> torch.Tensor:

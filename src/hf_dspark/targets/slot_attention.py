@@ -178,7 +178,7 @@ class PackedTarget:
 
     def _run_compiled(self, cache: SlotCache, layout: SlotLayout, inputs: dict[str, Any]) -> Any:
         with one_at_a_time:
-            self._compiled.cache.begin(cache, layout, self._compiled.device)
+            self._compiled.cache.begin(cache, layout)
             _traced.running = self._enter(cache, layout, self._compiled.cache)
             try:
                 return self._compiled.run(self._target, self._capture, layout.num_tokens, inputs)

@@ -3,7 +3,7 @@
 import functools
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -286,11 +286,7 @@ class TargetSupport:
     @property
     def is_hooked(self) -> bool:
         """Whether a user's own hooks are around some of its modules."""
-        modules = (self.target, *self.modules)
-        hooks = (
-            hook for each in modules for hook in (*each._forward_hooks.values(), *each._forward_pre_hooks.values())
-        )
-        return any(str(getattr(hook, "func", hook).__module__).split(".")[0] not in LIBRARIES for hook in hooks)
+        return has_users_hooks((self.target, *self.modules))
 
     # ---- what it cannot do
 
@@ -408,3 +404,9 @@ def restore(target: PreTrainedModel) -> None:
             known.switch.restore()
         finally:
             known.switch.lock.release()
+
+
+def has_users_hooks(modules: Iterable[nn.Module]) -> bool:
+    """Tell whether hooks are around some modules that are not those of a library."""
+    hooks = (hook for each in modules for hook in (*each._forward_hooks.values(), *each._forward_pre_hooks.values()))
+    return any(str(getattr(hook, "func", hook).__module__).split(".")[0] not in LIBRARIES for hook in hooks)
