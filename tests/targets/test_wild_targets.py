@@ -240,7 +240,8 @@ def test_packed_passes_bring_everything_to_the_device_where_it_is_used(monkeypat
         context = SlotCache(2)
         facts = {"logits_processor": LogitsProcessorList(), "options": DecodingOptions()}
         call = SimpleNamespace(keeps_some_logits=True, streamer=None, **facts)
-        loop = DecodingLoop(SimpleNamespace(draft=draft, support=TargetSupport.of(target)), call, cache)
+        drafter = SimpleNamespace(draft=draft, support=TargetSupport.of(target), compiled_target=None)
+        loop = DecodingLoop(drafter, call, cache)
         tokens = torch.ones(8, dtype=torch.long, device=THIRD)
         with torch.no_grad():
             prompts = loop._forward(tokens, SlotLayout((0, 0), (5, 3)), None, logits_at=[4, 7], verifying=False)
