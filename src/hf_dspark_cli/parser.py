@@ -89,13 +89,9 @@ def _trainer_options() -> set[str]:
 
 def build_parsers() -> tuple[Parser, dict[str, Parser]]:
     """Return the parser of all arguments, and that of each command."""
-    parser = Parser(
-        PROGRAM,
-        description="DSpark speculative decoding for transformers: generate() faster, with the same output.",
-        epilog=EPILOG,
-        formatter_class=RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    shown: dict[str, Any] = {"formatter_class": RawDescriptionHelpFormatter, "allow_abbrev": False}
+    about = "DSpark speculative decoding for transformers: generate() faster, with the same output."
+    parser = Parser(PROGRAM, description=about, epilog=EPILOG, **shown)
     parser.add_argument("--version", action="version", version=f"{PROGRAM} {version('hf_dspark')}")
     commands = parser.add_subparsers(prog=PROGRAM, metavar="COMMAND", dest="command", required=True)
     for module, declare in [(module, each) for module, part in COMMANDS.items() for each in part]:
@@ -104,8 +100,7 @@ def build_parsers() -> tuple[Parser, dict[str, Parser]]:
             declare.__name__.strip("_"),
             help=parts[0].rstrip("."),
             description="\n\n".join([*(fill(part, 79) for part in parts[:-1]), parts[-1]]),
-            formatter_class=RawDescriptionHelpFormatter,
-            allow_abbrev=False,
+            **shown,
         )
         command.set_defaults(module=module, kept="nothing was written", kept_in="")
         declare(command)
@@ -211,13 +206,7 @@ def train(parser: ArgumentParser) -> None:
     parser.add_argument("--help_all", action=_HelpAll, nargs=0, help="also show all arguments of the training")
     add = parser.add_argument_group("data and draft").add_argument
     held_out = "examples to hold out of the file, and with each all answers to its prompt (%(default)s)"
-    add(
-        "--train_file",
-        type=file,
-        required=True,
-        metavar="FILE",
-        help="examples, as JSON Lines, a JSON array, CSV or Parquet",
-    )
+    add("--train_file", type=file, required=True, metavar="FILE", help="examples, as JSON Lines, JSON, CSV or Parquet")
     add("--eval_rows", type=within(int, 0), default=0, metavar="N", help=held_out)
     add("--output_dir", type=writable, required=True, metavar="FOLDER", help="of draft, card, checkpoints and results")
     add("--draft", type=model, metavar="MODEL", help="a draft to fine-tune; a new one is made unless given")
@@ -288,11 +277,7 @@ def eval_(parser: ArgumentParser) -> None:
     add("--num_prompts", type=count, metavar="N", help="of each file; all unless given")
     add("--batch_size", type=count, default=1, metavar="N", help="prompts decoded together at most (%(default)s)")
     add("--policy", type=policy, help=f"how much of a block is verified: {POLICIES}; full unless given")
-    add(
-        "--compare",
-        action="store_true",
-        help="also decode without the draft; show speed-up, equal answers, and best tokens",
-    )
+    add("--compare", action="store_true", help="also without the draft: speed-up, equal answers and best tokens")
     add("--packed", action="store_true", help="on a CPU, packed weights, without the draft, too")
     add("--result_file", type=new, default="evaluation.json", metavar="FILE", help="of the result (%(default)s)")
     _add_models(parser, "; without one, plain decoding is measured")
