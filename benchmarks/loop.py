@@ -182,24 +182,28 @@ def operations() -> Cell:
 
 def asked(target, draft, policy: Policy | None, sampling: dict[str, Any]) -> Cell:
     """Return operations, views, copies to the device and waits of a round, by phase; of a step without a policy."""
-    found = []
-    for length in (2, 8, 40):  # the first warms up
-        counts, phases = Counts(), {name: Counter() for name in (*PHASES, "round")}
-        with Pretended(counts), ExitStack() as stack, bench.decoding(draft, policy):
-            for name, (owner, method) in PHASES.items():
-                run = counts.noting(phases[name], getattr(owner, method))
-                stack.enter_context(mock.patch.object(owner, method, run))
-            torch.manual_seed(0)
-            prompt, assistant = torch.arange(5, 45, device=DEVICE)[None], None if policy is None else draft
-            options = {"max_new_tokens": length, "eos_token_id": None, "pad_token_id": 0, **sampling}
-            target.generate(prompt, attention_mask=torch.ones_like(prompt), assistant_model=assistant, **options)
-        phases["round"].update(counts.numbers())
-        phases["verification"].subtract(phases["target"])
-        found.append((length if policy is None else draft.last_stats.rounds, phases))
-    (few, before), (many, after) = found[1:]
+    counts, phases, before = Counts(), {name: Counter() for name in PHASES}, []
+    owner, method = (type(target), "forward") if policy is None else (decoding_loop.DecodingLoop, "run_round")
+
+    def begin(*args: Any, run=getattr(owner, method), **kwargs: Any) -> Any:
+        before.append({name: own.copy() for name, own in phases.items()} | {"round": Counter(counts.numbers())})
+        return run(*args, **kwargs)
+
+    with Pretended(counts), ExitStack() as stack, bench.decoding(draft, policy):
+        for name, (part, each) in PHASES.items():
+            run = counts.noting(phases[name], getattr(part, each))
+            stack.enter_context(mock.patch.object(part, each, run))
+        stack.enter_context(mock.patch.object(owner, method, begin))
+        torch.manual_seed(0)
+        prompt, assistant = torch.arange(5, 45, device=DEVICE)[None], None if policy is None else draft
+        options = {"max_new_tokens": 64, "eos_token_id": None, "pad_token_id": 0, **sampling}
+        target.generate(prompt, attention_mask=torch.ones_like(prompt), assistant_model=assistant, **options)
+    first, *_, last = whole = before[2:-2]  # without those that begin, and the last ones, which have less room
+    for each in (first, last):
+        each["verification"].subtract(each["target"])
     return {
-        phase: {name: (own[name] - before[phase][name]) / (many - few) for name in after["round"]}
-        for phase, own in after.items()
+        phase: {name: (own[name] - first[phase][name]) / (len(whole) - 1) for name in last["round"]}
+        for phase, own in last.items()
     }
 
 

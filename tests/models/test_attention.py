@@ -15,8 +15,9 @@ def test_grouped_attention_equals_attention_with_repeated_keys(group, width):
     repeated = [states.repeat_interleave(group, dim=1) for states in (key, value)]
     for given in (mask, None):
         expected = torch.nn.functional.scaled_dot_product_attention(query, *repeated, attn_mask=given, scale=0.3)
-        actual = grouped_attention(query, key, value, fold_mask(given, group, query.dtype), 0.3)
-        torch.testing.assert_close(actual, expected)
+        for folded in (1, group):
+            actual = grouped_attention(query, key, value, fold_mask(given, folded, query.dtype), 0.3)
+            torch.testing.assert_close(actual, expected)
     square = (query[:, :, :width], key[:, :, :width], value[:, :, :width])
     repeated = [states[:, :, :width].repeat_interleave(group, dim=1) for states in (key, value)]
     expected = torch.nn.functional.scaled_dot_product_attention(query, *repeated, is_causal=True, scale=0.3)

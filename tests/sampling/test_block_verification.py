@@ -101,6 +101,20 @@ def test_the_first_k_tokens_are_accepted_as_often_however_many_are_sent():
     assert all(value == pytest.approx(float(weights[1]), abs=EXACT) for value in mean.values())
 
 
+def test_prefix_weights_are_those_of_one_token_after_another():
+    torch.manual_seed(0)
+    ratios = (torch.randn(400, 7) * 6).exp()
+    ratios[torch.rand(400, 7) < 0.1] = 0.0  # impossible for the target
+    ratios[:3, 4] = torch.nan  # no distribution: neither is what follows
+    drawn, accepted = torch.zeros(400, 7, 1, dtype=torch.long), ratios[..., None].clone()
+    weights = prefix_weights(DraftBlock(drawn[..., 0]), TokenDistribution(accepted))
+    one_by_one = [torch.ones(400, dtype=torch.float64)]
+    for ratio in ratios.double().unbind(dim=1):
+        one_by_one.append((one_by_one[-1] * ratio).clamp_max(1.0))
+    expected = torch.stack(one_by_one, dim=1)
+    torch.testing.assert_close(weights.double(), expected, rtol=1e-6, atol=1e-30, equal_nan=True)
+
+
 @pytest.mark.parametrize("on_candidates", ["neither", "target", "both"])
 def test_rows_of_a_batch_are_verified_as_alone(on_candidates):
     worlds, path, lengths = [World.random(seed, 3, 4) for seed in range(3)], (2, 0, 1), torch.tensor([3, 1, 2])

@@ -10,7 +10,14 @@ import torch
 import torch.nn.functional as F
 
 FOLDED_WIDTH = 64  # wider masks are not repeated for the group
+FOLDED_SLOTS = 1024  # a CPU's kernel for groups is the faster one for float32 and fewer slots
 MASK_MULTIPLE = 8  # CUDA's kernels copy a mask in every layer unless its rows begin at multiples of so many entries
+
+
+def folded_group(query: torch.Tensor, key: torch.Tensor) -> int:
+    """Return how many query heads are folded into rows: those of a group, or 1 where its kernel is the faster one."""
+    is_simple = query.dtype == torch.float32 and query.device.type == "cpu" and not torch.compiler.is_compiling()
+    return 1 if is_simple and key.shape[2] < FOLDED_SLOTS else query.shape[1] // key.shape[1]
 
 
 def grouped_attention(
@@ -24,18 +31,16 @@ def grouped_attention(
 ) -> torch.Tensor:
     """Attend with the group of a key head folded into the query rows instead of repeating keys.
 
-    The mask is [`fold_mask`]'s, `[R, 1, group * width or width, slots]`. With `is_causal`, query i sees slots 0..i.
+    The mask is [`fold_mask`]'s, `[R, 1, group * width or width, slots]`; one that is not repeated is not folded. With
+    `is_causal`, query i sees slots 0..i.
     """
     group, width = query.shape[1] // key.shape[1], query.shape[2]
-    attend = partial(F.scaled_dot_product_attention, dropout_p=dropout, scale=scaling)
-    if is_causal:
-        return attend(query, key, value, is_causal=True, enable_gqa=group > 1)
-    if mask is not None and mask.shape[2] == width and group > 1:  # too wide to be folded
-        return attend(query, key, value, attn_mask=mask, enable_gqa=True)
-    if group > 1:
-        query = query.unflatten(1, (-1, group)).flatten(2, 3)
-    output = attend(query, key, value, attn_mask=mask)
-    return output.unflatten(2, (group, width)).flatten(1, 2) if group > 1 else output
+    attend = partial(F.scaled_dot_product_attention, dropout_p=dropout, scale=scaling, is_causal=is_causal)
+    is_folded = folded_group(query, key) > 1 if mask is None else mask.shape[2] != width
+    if is_causal or not is_folded:
+        return attend(query, key, value, attn_mask=mask, enable_gqa=group > 1)
+    query = query.unflatten(1, (-1, group)).flatten(2, 3)
+    return attend(query, key, value, attn_mask=mask).unflatten(2, (group, width)).flatten(1, 2)
 
 
 def fold_mask(mask: torch.Tensor | None, group: int, dtype: torch.dtype) -> torch.Tensor | None:

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from ..sampling.transfers import joined, to_device
-from .attention import attend_with_extras, fold_mask, grouped_attention
+from .attention import attend_with_extras, fold_mask, folded_group, grouped_attention
 from .slot_cache import SlotCache, SlotLayout
 
 # Rows attended to at a time, which share the stretch of keys that any of them sees. A larger chunk wastes more work on
@@ -214,7 +214,7 @@ def folded_for(
     """Return a boolean mask as a layer's kernel takes it; all layers of a draft have sinks, or none."""
     if layer.attention_sink_bias is not None:
         return mask
-    return fold_mask(mask, query.shape[1] // key.shape[1], query.dtype)
+    return fold_mask(mask, folded_group(query, key), query.dtype)
 
 
 def attend_as(

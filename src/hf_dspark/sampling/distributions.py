@@ -171,4 +171,4 @@ def residual_distribution(target_probs: torch.Tensor, draft_probs: torch.Tensor)
     """
     residual = (target_probs - draft_probs).clamp_min(0.0)
     mass = residual.sum(dim=-1, keepdim=True)
-    return torch.where(mass > 0, residual / mass.clamp_min(torch.finfo(mass.dtype).tiny), target_probs)
+    return torch.where(mass > 0, residual / mass, target_probs)

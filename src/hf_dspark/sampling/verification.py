@@ -176,10 +176,10 @@ def prefix_weights(block: DraftBlock, target_distribution: TokenDistribution) ->
     if block.distribution is not None:
         draft_probs = block.distribution.probability(tokens)[..., 0]
         ratios = ratios / draft_probs.clamp_min(torch.finfo(draft_probs.dtype).tiny)
-    weights = [torch.ones_like(ratios[:, 0])]
-    for ratio in ratios.unbind(dim=1):
-        weights.append((weights[-1] * ratio).clamp_max(1.0))
-    return torch.stack(weights, dim=1)
+    # log p_k = min(log p_{k-1} + log ratio, 0): a sum that its own maximum holds down, of all k at once.
+    wide = torch.float32 if ratios.device.type == "mps" else torch.float64  # Apple's GPUs have nothing wider
+    sums = F.pad(ratios, (1, 0), value=1.0).to(wide).log().cumsum(dim=1)
+    return (sums - sums.cummax(dim=1).values).exp().to(ratios.dtype)
 
 
 def prefix_chances(

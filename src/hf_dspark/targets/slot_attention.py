@@ -15,7 +15,7 @@ from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import causal_mask_function
 
-from ..models.attention import FOLDED_WIDTH, attend_with_extras, causal_mask, fold_mask, grouped_attention
+from ..models.attention import FOLDED_WIDTH, attend_with_extras, causal_mask, fold_mask, folded_group, grouped_attention
 from ..models.fixed_cache import FixedCache
 from ..models.slot_cache import SlotCache, SlotLayout
 from .compiled_target import CompiledTarget, one_at_a_time
@@ -36,7 +36,7 @@ class _Pass:
     folded: dict[tuple[int, int], tuple[torch.Tensor | None, ...]] = field(default_factory=dict)
 
     def fold(self, mask: torch.Tensor | None, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor | None:
-        width, group = self.layout.width, query.shape[1] // key.shape[1]
+        width, group = self.layout.width, folded_group(query, key)
         if (id(mask), group) not in self.folded:
             if mask is None and width > 1:
                 folded = causal_mask(width, key.shape[2], group, query.dtype, query.device)
