@@ -184,10 +184,11 @@ def asked(target, draft, policy: Policy | None, sampling: dict[str, Any]) -> Cel
     """Return operations, views, copies to the device and waits of a round, by phase; of a step without a policy."""
     counts, phases, before = Counts(), {name: Counter() for name in PHASES}, []
     owner, method = (type(target), "forward") if policy is None else (decoding_loop.DecodingLoop, "run_round")
+    run_one = getattr(owner, method)
 
-    def begin(*args: Any, run=getattr(owner, method), **kwargs: Any) -> Any:
+    def begin(*args: Any, **kwargs: Any) -> Any:
         before.append({name: own.copy() for name, own in phases.items()} | {"round": Counter(counts.numbers())})
-        return run(*args, **kwargs)
+        return run_one(*args, **kwargs)
 
     with Pretended(counts), ExitStack() as stack, bench.decoding(draft, policy):
         for name, (part, each) in PHASES.items():

@@ -15,7 +15,14 @@ from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import causal_mask_function
 
-from ..models.attention import FOLDED_WIDTH, attend_with_extras, causal_mask, fold_mask, folded_group, grouped_attention
+from ..models.attention import (
+    FOLDED_WIDTH,
+    attend_with_extras,
+    causal_mask,
+    fold_mask,
+    folded_group,
+    grouped_attention,
+)
 from ..models.fixed_cache import FixedCache
 from ..models.slot_cache import SlotCache, SlotLayout
 from .compiled_target import CompiledTarget, one_at_a_time
