@@ -85,7 +85,7 @@ def golden():
     return load
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def make_target():
     """Build a tiny Qwen3 target with O(1) activations; the same seed gives the same weights."""
 
@@ -140,7 +140,7 @@ def bitsandbytes() -> None:
         pytest.skip(f"bitsandbytes has no backend on this machine: {error}")
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def make_draft():
     """Build a tiny draft for a target. Every parameter is random, so that each of them matters."""
 

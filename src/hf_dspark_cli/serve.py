@@ -1,11 +1,14 @@
 """`hf-dspark serve` and `chat`: transformers' own server and chat, with a model that decodes with a draft."""
 
+import asyncio
+import functools
 import logging
 import os
 import socket
 from argparse import Namespace
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, redirect_stdout, suppress
+from contextvars import ContextVar
 from threading import Thread
 from typing import Any
 from weakref import WeakSet
@@ -13,19 +16,72 @@ from weakref import WeakSet
 from transformers.cli.chat import Chat
 from transformers.cli.serve import Serve
 from transformers.cli.serving.model_manager import ModelManager
+from transformers.cli.serving.utils import BaseHandler, GenerateManager
 
 from hf_dspark.decoding.attach import attach
+from hf_dspark.decoding.reversible import JsonGrammars, XGrammarProcessor
 from hf_dspark.models.auto import names_a_draft
 
 from . import Console
 from .models import values_of
 
 LOOPBACK = "127.0.0.1"
+_grammar: ContextVar[XGrammarProcessor | None] = ContextVar("grammar", default=None)  # of the request
 
 
 class _Server(Serve):
     def start_server(self) -> None:
         """Leave it to who made this: by now the model is loaded."""
+
+
+class _Manager(GenerateManager):
+    """Decodes with the grammar of a request, if it has one."""
+
+    def generate_streaming(self, model: Any, processor: Any, inputs: Mapping[str, Any], *rest: Any, **options: Any):
+        return super().generate_streaming(model, processor, _with_grammar(inputs), *rest, **options)
+
+    def generate_non_streaming(
+        self, model: Any, processor: Any, inputs: Mapping[str, Any], *rest: Any, **options: Any
+    ):
+        return super().generate_non_streaming(model, processor, _with_grammar(inputs), *rest, **options)
+
+
+def _with_grammar(inputs: Mapping[str, Any]) -> dict[str, Any]:
+    return {**inputs} if _grammar.get() is None else {**inputs, "logits_processor": [_grammar.get()]}
+
+
+def _follow_format(handler: BaseHandler, grammars: Callable[[], JsonGrammars]) -> None:
+    """Let a handler of transformers, which would ignore it, follow the form that a request asks for."""
+    from fastapi import HTTPException
+
+    handle, handler._unused_fields = handler.handle_request, handler._unused_fields - {"response_format", "text"}
+
+    async def handle_request(body: dict[str, Any], request_id: str) -> Any:
+        try:
+            if (schema := _schema_of(body)) is not None:
+                _grammar.set(await asyncio.to_thread(lambda: grammars()(schema)))
+        except ImportError as error:
+            raise HTTPException(400, "JSON needs xgrammar where the server runs: pip install xgrammar") from error
+        except ValueError as error:
+            raise HTTPException(400, str(error)) from error
+        return await handle(body, request_id)
+
+    handler.handle_request = handle_request
+
+
+def _schema_of(body: Mapping[str, Any]) -> dict[str, Any] | None:
+    try:
+        asked = body.get("response_format", (body.get("text") or {}).get("format"))
+        if asked is not None and asked["type"] == "json_schema":
+            return {**(asked.get("json_schema") or asked)["schema"]}
+        return None if asked is None else {"text": None, "json_object": {"type": "object"}}[asked["type"]]
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        forms = (
+            '{"type": "text"}, {"type": "json_object"} or {"type": "json_schema", "json_schema": {"schema": {...}}}'
+        )
+        raise ValueError(
+            f"the format of an answer is one of {forms}; in /responses, the schema is not in json_schema"
+        ) from error
 
 
 def run_serve(options: Namespace, console: Console) -> bool:
@@ -101,6 +157,15 @@ def _loaded(options: Namespace, quiet: bool = False, **settings: Any) -> Iterato
     os.chdir(around)
     try:
         serve = _Server(name, non_blocking=True, **settings)
+        serve._generation_state._generate_managers[served["id"]] = _Manager()
+
+        @functools.cache
+        def grammars() -> JsonGrammars:
+            model, processor = serve._model_manager.load_model_and_processor(served["id"])
+            return JsonGrammars(model, getattr(processor, "tokenizer", processor))
+
+        _follow_format(serve._chat_handler, grammars)
+        _follow_format(serve._response_handler, grammars)
         for log in ("uvicorn.access", "uvicorn.error") if quiet else ():
             logging.getLogger(log).setLevel(logging.WARNING)
         yield serve, served

@@ -1,13 +1,17 @@
 """Logits processors whose state can go back, as that of a grammar can: each sequence has one of its own, which follows
 whatever prefix it is asked about, with drafts that are rejected later, or on another branch of a tree."""
 
+import json
+import re
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
-from transformers import LogitsProcessor
+from transformers import LogitsProcessor, PreTrainedModel, PreTrainedTokenizerBase
+
+from ..files import one_line
 
 
 class ReversibleProcessor(LogitsProcessor, ABC):
@@ -144,6 +148,25 @@ class XGrammarProcessor(ReversibleProcessor):
             self._matcher.fill_next_token_bitmask(self._bits)
             self._is_filled = True
         return self._bits
+
+
+class JsonGrammars:
+    """Makes processors of JSON schemas, for one model and its tokenizer; compiled grammars are kept, up to 64 MiB."""
+
+    def __init__(self, target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
+        import xgrammar
+
+        size, ends = target.config.get_text_config().vocab_size, target.generation_config.eos_token_id
+        info = xgrammar.TokenizerInfo.from_huggingface(tokenizer, vocab_size=size, stop_token_ids=ends)
+        self._compiler = xgrammar.GrammarCompiler(info, cache_limit_bytes=2**26)
+
+    def __call__(self, schema: Mapping[str, Any]) -> XGrammarProcessor:
+        """Return a processor that lets JSON of a schema through, on one line: its spaces are forced tokens, too."""
+        try:
+            return XGrammarProcessor([self._compiler.compile_json_schema(json.dumps(schema), any_whitespace=False)])
+        except (RuntimeError, ValueError) as error:
+            said = re.sub(r"^\[\S+ \S+:\d+: ", "", one_line(error))  # where in its own code
+            raise ValueError(f"the JSON schema cannot be followed: {said}") from error
 
 
 # Where others keep the grammars of a matcher of xgrammar.
