@@ -1,0 +1,92 @@
+"""What drafting while the target verifies is worth.
+
+Blocks are prepared for likely outcomes of a verification: how many drafts were accepted, and which token came after
+them. Times are in units of one verification. The drafter that prepares blocks takes `draft_time`. After a miss, an
+outcome that was not among them, a fallback takes `fallback_time` while nothing is verified. Saguaro.
+"""
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+
+def hit_rate(after_hit: float, after_miss: float) -> float:
+    """Return the share of rounds whose block was prepared, from that in rounds after a hit and after a miss."""
+    return after_miss / (1 - after_hit + after_miss)
+
+
+def speedup(
+    hits: float, tokens: tuple[float, float], draft_time: float, fallback_time: float, batch_size: int = 1
+) -> float:
+    """Return the speed over plain decoding if a share `hits` of blocks were prepared; `tokens` are those of a round
+    with a prepared block, and of one after a miss. A row that misses lets the batch wait. Theorem 7, Corollary 16.
+    """
+    all_hit = hits**batch_size
+    return _mean(hits, *tokens) / _mean(all_hit, max(1.0, draft_time), 1 + fallback_time)
+
+
+def speedup_bounds(
+    hits: float, tokens: float, synchronous_tokens: float, synchronous_time: float
+) -> tuple[float, float]:
+    """Return bounds of the speed over synchronous drafting, which takes `synchronous_time` and commits
+    `synchronous_tokens` a round, if preparing takes less than a verification, and the fallback no time. Corollary 9.
+    """
+    gained = (1 + synchronous_time) / synchronous_tokens
+    return gained * _mean(hits, tokens, 1.0), gained * tokens
+
+
+def outcome_chances(acceptance: float, block_size: int) -> np.ndarray:
+    """Return how probable 0..γ accepted drafts are, `[γ+1]`, if each is accepted with the same probability."""
+    return np.append((1 - acceptance) * acceptance ** np.arange(block_size), acceptance**block_size)
+
+
+def geometric_fan_out(budget: float, acceptance: float, exponent: float, block_size: int) -> np.ndarray:
+    """Return for how many tokens after 0..γ accepted drafts blocks are best prepared, `[γ+1]`, if F of them miss with
+    probability F^-exponent: real numbers whose sum is the budget. Theorem 12.
+    """
+    rate = acceptance ** (1 / (1 + exponent))
+    shares = rate ** np.arange(block_size + 1)
+    shares[-1] *= (1 - acceptance) ** (-1 / (1 + exponent))
+    return budget * shares / shares.sum()
+
+
+def best_fan_out(budget: int, chances: Sequence[float], hits: Sequence[Sequence[float]]) -> tuple[list[int], float]:
+    """Return the best whole fan-outs `[γ+1]` with that sum at most, and their hit rate, by a dynamic programme.
+
+    Args:
+        budget (`int`): Blocks that can be prepared.
+        chances (`Sequence[float]`): How probable 0..γ accepted drafts are, `[γ+1]`.
+        hits (`Sequence`): How often the token after them is among the best 0, 1, ... prepared ones, `[γ+1][n]`, as
+            measured, of any shape.
+    """
+    values, choices = np.zeros(budget + 1), []
+    for chance, curve in zip(chances, hits, strict=True):
+        gains = chance * np.asarray(curve, dtype=float)
+        best, chosen = np.full(budget + 1, -math.inf), np.zeros(budget + 1, dtype=int)
+        for count, gain in enumerate(gains[: budget + 1]):
+            candidates = values[: budget + 1 - count] + gain
+            better = candidates > best[count:]
+            best[count:][better], chosen[count:][better] = candidates[better], count
+        values = best
+        choices.append(chosen)
+    found, left = [], int(values.argmax())
+    rate = float(values[left])
+    for chosen in reversed(choices):
+        found.append(int(chosen[left]))
+        left -= found[-1]
+    return found[::-1], rate
+
+
+def largest_batch(hits_slow: float, hits_fast: float, tokens: tuple[float, float], draft_time: float) -> float:
+    """Return up to which batch size a miss is best answered by drafting, with `hits_slow`, rather than by something at
+    no cost, with `hits_fast`; infinite if always. `tokens` are those of a round of either. Theorem 17.
+    """
+    gain = tokens[0] / _mean(hits_fast, *tokens) - 1
+    if gain >= draft_time:
+        return math.inf
+    return math.log(1 - gain / draft_time) / math.log(hits_slow)
+
+
+def _mean(share: float, first: float, second: float) -> float:
+    return share * first + (1 - share) * second
