@@ -2,6 +2,7 @@
 
 import json
 import threading
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -185,3 +186,37 @@ def test_writers_do_not_meet_and_a_read_only_place_is_no_fault(target, draft, ow
     ThroughputProfile.from_dict(json.loads(next(own_cache.iterdir()).read_text()))
     monkeypatch.setenv("HF_DSPARK_CACHE", "/proc/nowhere")
     taught(target, draft, 64)
+
+
+# ---- tails
+
+SLOW_DRAFT = ThroughputTable((1, 4, 8), (1.0, 0.9, 0.8), drafting=0.8)
+FAST_DRAFT = replace(SLOW_DRAFT, drafting=0.01)
+
+
+def observed(policy, load, answer, accepted):
+    """Let a policy see a round of one request with sure confidences, and what was accepted of it."""
+    length = torch.tensor([load.tails[0] if answer == "tail" else 4])
+    confidence = torch.full((1, int(length)), 0.9)
+    outcome = RoundOutcome((0,), confidence, length, torch.tensor([accepted]), 1.0, is_tail=answer == "tail")
+    policy.observe(outcome)
+
+
+@pytest.mark.parametrize(
+    ("cost", "accepted", "wanted"), [(SLOW_DRAFT, 2, True), (SLOW_DRAFT, 0, False), (FAST_DRAFT, 1, False)]
+)
+def test_scheduler_draws_tails_where_they_bring_more_per_second(cost, accepted, wanted):
+    policy, load = Scheduler(cost, tails=True, trees=False), Load(tails=(3,))
+    answers = []
+    for _ in range(120):
+        answers.append(policy.plan_draft(load))
+        if answers[-1] == "tail":
+            observed(policy, load, "tail", accepted)
+        observed(policy, load, policy.plan_draft(Load()), 3)
+    assert answers[:16] == ["tail"] * 16  # they are tried
+    assert (answers[60:].count("tail") > 50) is wanted and answers[60:].count("tail") > 0  # and tried again
+
+
+def test_lagged_budgets_and_tails_exclude_each_other():
+    with pytest.raises(ValueError, match="drop lag=2 or tails=True"):
+        Scheduler(SLOW_DRAFT, lag=2, tails=True)

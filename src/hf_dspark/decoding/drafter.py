@@ -26,6 +26,7 @@ from ..targets.transformers_api import eos_token_ids
 from .compiled_drafting import CompiledDraft
 from .logits_processing import DraftProcessor
 from .request import Call, Request
+from .tails import LastBlocks
 from .tree_drafting import BestTrees, Chains, DrawnTrees
 
 WAITING_AT_MOST = 128
@@ -38,6 +39,7 @@ class Proposal:
 
     drafts: Drafts
     drafted: bool = True  # whether the draft ran; prompt lookup needs none
+    is_tail: bool = False  # whether it drew in the slots that the last blocks have left
     seconds: float = 0.0  # host time that drafting took
 
 
@@ -89,6 +91,8 @@ class Drafter:
         self._noise_width = max(draft.config.block_size, self.policy.most_nodes * self._grows_trees)
         self.compiled_target = CompiledTarget.of(support, call.options.compile)
         self._compiled = CompiledDraft.of(draft, self.compiled_target)
+        keeps_blocks = in_own_loop and self.policy.draws_tails and draft.draws_tails and self._compiled is None
+        self._last_blocks = LastBlocks() if keeps_blocks else None
         self._matchers: dict[int, NgramMatcher] = {}
         self._given_up: set[int] = set()  # ids of requests for which the draft's numbers overflow
         self._has_warned = False
@@ -96,6 +100,8 @@ class Drafter:
     def drop(self, request_id: int) -> None:
         """Drop what is kept of a request that ended: a queue may be long."""
         self._matchers.pop(request_id, None)
+        if self._last_blocks is not None:
+            self._last_blocks.slots.pop(request_id, None)
         self._given_up.discard(request_id)
 
     def noise(self, requests: Sequence[Request]) -> BlockNoise | None:
@@ -112,32 +118,38 @@ class Drafter:
         """
         started = time.perf_counter()
         self.draft.bind_parts(*self._borrowed)  # another call may have used the draft since
+        # One token of the round is the target's own, so a block may fill the length up to one before the end.
+        most = [max(0, min(self._max_drafts, self._room(request))) for request in requests]
+        tails = [] if self._last_blocks is None else list(map(min, most, map(self._last_blocks.left, requests)))
         load = Load(
             tuple(request.id for request in requests),
             context_tokens=sum(request.anchor_position + 1 for request in requests),
             other_tokens=self._options.tokens_of_others(),
+            tails=tuple(tails) if any(tails) else (),
         )
-        # One token of the round is the target's own, so a block may fill the length up to one before the end.
-        most = [max(0, min(self._max_drafts, self._room(request))) for request in requests]
-        max_lengths = torch.tensor(most, device="cpu")  # whatever the user's default device is
         num_tokens = 0  # decided before anything is drawn, so it biases nothing
-        if any(most) and self.policy.plan_draft(load):
+        answer = any(most) and self.policy.plan_draft(load)
+        is_tail = answer == "tail" and any(tails)
+        most = tails if is_tail else most
+        max_lengths = torch.tensor(most, device="cpu")  # whatever the user's default device is
+        if answer:
             num_tokens = max(self.policy.limit_lengths(max_lengths, load).tolist())
         siblings, plan, matches = self.policy.expected_siblings(self._siblings), None, []
         if num_tokens and self._grows_trees and self.policy.most_nodes > 0:
             matches = [self._match(request) for request in requests]
             plan = self.policy.plan_tree(siblings, load, [match.chances for match in matches])
         if plan is not None:
-            drafts, drafted = self._draft_trees(requests, noise, plan, siblings, most, matches), plan.drafts
+            drafts = self._draft_trees(requests, noise, plan, siblings, most, matches, is_tail)
+            drafted = plan.drafts
         elif num_tokens and self.draft.drafts_blocks:
-            drafts, drafted = self._draft_chains(requests, noise, num_tokens, max_lengths, load), True
+            drafts, drafted = self._draft_chains(requests, noise, num_tokens, max_lengths, load, is_tail), True
         else:
             token_ids = torch.empty(len(requests), 0, dtype=torch.long, device=self.draft.device)
             drafts = DraftBlock(token_ids, lengths=torch.zeros_like(max_lengths), rows=[[]] * len(requests))
             drafted = False
             if not self._read_late(requests):
-                return Proposal(drafts, drafted)
-        return Proposal(drafts, drafted, time.perf_counter() - started)
+                return Proposal(drafts, drafted=False)
+        return Proposal(drafts, drafted, is_tail and drafted, time.perf_counter() - started)
 
     def _draft_chains(
         self,
@@ -146,13 +158,15 @@ class Drafter:
         num_tokens: int,
         max_lengths: torch.Tensor,
         load: Load,
+        is_tail: bool,
     ) -> DraftBlock:
         uniforms = None if noise is None else to_device(noise.draft_uniforms, self.draft.device)
         lacks_head = self.policy.requires_confidence and not self.draft.config.enable_confidence_head
         sampler = Chains(requests, self._processor, uniforms, lacks_head)
-        block = self._read(requests, sampler, num_tokens)
+        block = (self._draw_tails if is_tail else self._read)(requests, sampler, num_tokens)
         if block.confidence_logits is not None:
-            fits = None if self._confidence_fits is None else self._confidence_fits[:num_tokens]
+            slots = self._last_blocks.places(requests, num_tokens) if is_tail else slice(num_tokens)
+            fits = None if self._confidence_fits is None else self._confidence_fits[slots]
             predicted = calibrated_confidence(block.confidence_logits, fits)
             if sampler.is_forced:
                 predicted = predicted.masked_fill(to_device(sampler.is_forced, predicted.device).T, 1.0)
@@ -179,6 +193,7 @@ class Drafter:
         siblings: SiblingAcceptance,
         max_depths: Sequence[int],
         matches: Sequence[LookupMatch],
+        is_tail: bool,
     ) -> Drafts:
         rooms = [self._room(request) for request in requests]
         common = requests, plan, siblings, self._processor, max_depths, rooms, self._ends, matches
@@ -187,12 +202,18 @@ class Drafter:
         else:
             sampler = DrawnTrees(*common, noise.draft_uniforms.tolist(), self._confidence_fits)
         if plan.drafts:
-            drafts = self._read(requests, sampler, max(max_depths))
+            drafts = (self._draw_tails if is_tail else self._read)(requests, sampler, max(max_depths))
         else:
             self._read_late(requests)
             drafts = sampler.finish()
         self._give_up(requests, [[-int(broken)] for broken in sampler.is_broken])
         return drafts
+
+    def _draw_tails(self, requests: Sequence[Request], sampler: Sampler, num_tokens: int) -> Drafts:
+        anchors = joined([request.anchor for request in requests]).to(self.draft.device)
+        slots = self._last_blocks.tails(requests, num_tokens)
+        with _own_precision(self.draft):
+            return self.draft.sample_block(*slots, anchors, sampler, is_tail=True)
 
     def keep(self, request: Request, features: torch.Tensor) -> None:
         """Keep features of committed tokens, `[n, m*d]`, until the draft reads them, if it will see them."""
@@ -254,6 +275,12 @@ class Drafter:
                     return None
                 if self._compiled is not None and self._compiled.takes(self.cache, sampler, num_features):
                     return self._compiled.draft_block(draft, *context, sampler, num_features, num_tokens)
+                if self._last_blocks is not None:
+                    hidden = draft.read_block(*context, num_features, committed_ids)
+                    slots = draft.predicting(hidden)[:, :num_tokens]
+                    base_logits = draft.base_logits(slots)
+                    self._last_blocks.keep(requests, slots, base_logits)
+                    return draft.sample_block(slots, base_logits, anchors.to(draft.device), sampler)
                 return draft.draft_block(*context, sampler, num_features, committed_ids, num_tokens)
         finally:
             for request, known, length in zip(requests, before, self.cache.lengths, strict=False):
@@ -302,6 +329,7 @@ class Drafter:
             num_accepted=verified.num_accepted,
             seconds=seconds.total,
             drafted=proposal.drafted,
+            is_tail=proposal.is_tail,
             drafts=drafts,
             paths=verified.paths,
             target_logits=target_logits,

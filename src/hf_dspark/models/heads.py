@@ -15,6 +15,7 @@ class VanillaMarkovHead(nn.Module):
     """B(x_{k-1}, ·) = W_1[x_{k-1}] W_2. DSpark Eq. 5."""
 
     names_successors = True  # whether `draft_top_k` takes the tokens with the largest biases among its candidates
+    has_state = False
     # Whether the slot of an anchor that predicts nothing moves the state on (speculators).
     reads_anchor_slot = True
 
@@ -58,6 +59,8 @@ class GatedMarkovHead(VanillaMarkovHead):
 class RNNHead(VanillaMarkovHead):
     """A recurrent state over the block's prefix. DSpark Eq. 6."""
 
+    has_state = True
+
     def __init__(self, config: DSparkConfig) -> None:
         super().__init__(config)
         self.joint_proj = nn.Linear(2 * config.markov_rank + config.hidden_size, 3 * config.markov_rank)
@@ -90,6 +93,7 @@ class DominoHead(VanillaMarkovHead):
     """
 
     names_successors = False  # its bias depends on h_k and on all tokens of the block
+    has_state = True
     reads_anchor_slot = False
 
     def __init__(self, config: DSparkConfig) -> None:

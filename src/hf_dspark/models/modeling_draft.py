@@ -65,6 +65,7 @@ class DraftModel(PreTrainedModel):
     """
 
     grows_trees = False  # whether `draft_block` can draw several children of a node
+    draws_tails = False  # whether the slots of a block can be drawn again after some of its tokens were committed
     drafts_blocks = True  # whether it proposes anything of its own
     reads_own_tokens = False  # whether `committed_ids` of a request begin with the token of its first feature
     base_model_prefix = ""

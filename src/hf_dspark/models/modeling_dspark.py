@@ -110,6 +110,11 @@ class DSparkDraftModel(DraftModel):
         elif self.markov_head is not None and module is self.markov_head.markov_w2:
             nn.init.zeros_(module.weight)  # an untrained head leaves the base logits alone
 
+    @property
+    def draws_tails(self) -> bool:
+        """Whether slots say the same wherever drawing begins: not with a head whose state comes from the first one."""
+        return self.markov_head is None or not (self.markov_head.has_state or self.config.markov_start > 1)
+
     def successors(self) -> Successors | None:
         """Return the table by which the Markov head names some of the candidates, if it does."""
         candidates = self.config.draft_top_k
@@ -169,12 +174,18 @@ class DSparkDraftModel(DraftModel):
         return self.sample_block(hidden, base_logits, anchor_ids, sampler)
 
     def sample_block(
-        self, hidden: torch.Tensor, base_logits: torch.Tensor, anchor_ids: torch.Tensor, sampler: Sampler
+        self,
+        hidden: torch.Tensor,
+        base_logits: torch.Tensor,
+        anchor_ids: torch.Tensor,
+        sampler: Sampler,
+        is_tail: bool = False,
     ) -> Drafts:
         """Run the sequential stage level by level: the children of a node at depth k - 1 are drawn from
         softmax(U_k + B_k), whatever branch it is in. DSpark Eq. 4.
 
-        It reads h `[R, slots, d]`, U_1..U_n `[R, n, V or V_d]`, n <= γ, and x_0 `[R]`, and draws n levels at most.
+        It reads h `[R, slots, d]`, U_1..U_n `[R, n, V or V_d]`, n <= γ, and x_0 `[R]`, and draws n levels at most. In
+        a tail the n slots are later ones of a block.
         """
         tokens, state, top_k, kept_ids = anchor_ids, None, self.config.draft_top_k, self.draft_token_ids()
         best = None if top_k is None else largest(base_logits, top_k)[1]
@@ -192,7 +203,7 @@ class DSparkDraftModel(DraftModel):
             if self.markov_head is not None:
                 embeddings.append(self.markov_embedding(tokens))
                 transition, state = self.markov_head.transition(embeddings[-1], node_hidden, state)
-                if depth >= self.config.markov_start:
+                if is_tail or depth >= self.config.markov_start:
                     scores = scores.float() + self.markov_head.bias(transition, candidates)  # Eq. 4
             confidence = None
             if self.confidence_head is not None and sampler.reads_confidence:

@@ -26,6 +26,8 @@ class Load:
     # Tokens that the rest of the engine adds to the forward pass. They count as kept: other requests pay when this
     # forward gets slower.
     other_tokens: int = 0
+    # What the slots that each request's last block has left could propose, tokens; empty where none has any.
+    tails: Sequence[int] = ()
 
     @property
     def num_requests(self) -> int:

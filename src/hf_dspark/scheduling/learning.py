@@ -151,6 +151,8 @@ class LearnedCosts:
         self._passes.add(tokens, outcome.seconds - drafting, load.context_tokens)
         if not outcome.drafted:
             self.plain.rounds = 0
+        elif outcome.is_tail:
+            pass  # its heads alone ran
         elif isinstance(outcome.drafts, DraftTrees):
             is_drawn = any(tree.distributions for tree in outcome.drafts.trees)
             self._growth[is_drawn].add(1, drafting / float(self._drafting.at(load.num_requests)))
@@ -255,6 +257,7 @@ class Experience:
 
     costs: LearnedCosts
     acceptance: LearnedAcceptance = field(default_factory=LearnedAcceptance)
+    tails: LearnedAcceptance = field(default_factory=LearnedAcceptance)
     skipped: ReprobeCounter = field(default_factory=lambda: ReprobeCounter(most=LONGEST_WAIT))
 
     @property

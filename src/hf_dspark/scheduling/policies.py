@@ -11,7 +11,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from numbers import Real
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -32,6 +32,7 @@ class Policy:
             gives what follows from its distributions, known before the draw.
         accept_bias (`bool`): Whether the user lets a policy that is not causal run on sampled drafts, as an
             experiment.
+        draws_tails (`bool`): Whether `plan_draft` may answer `"tail"`: what that takes is kept then.
         most_nodes (`int`): Nodes of a request's tree at most; 0 if it never plans trees.
 
     Example:
@@ -47,6 +48,7 @@ class Policy:
 
     requires_confidence: bool = False
     accept_bias: bool = False
+    draws_tails: bool = False
     most_nodes: int = 0
 
     def is_causal(self, confidence_reads_tokens: bool) -> bool:
@@ -62,8 +64,12 @@ class Policy:
         object copied: each `generate()` call works with its own."""
         return dataclasses.replace(self) if dataclasses.is_dataclass(self) else copy.deepcopy(self)
 
-    def plan_draft(self, load: Load) -> bool:
-        """Tell whether to draft at all this round; asked before anything is drawn."""
+    def plan_draft(self, load: Load) -> bool | Literal["tail"]:
+        """Tell whether to draft at all this round; asked before anything is drawn.
+
+        `"tail"`, where `load.tails` has some, draws anew in the slots that the last blocks have left, after the true
+        tokens: less is accepted, but the draft's backbone does not run.
+        """
         return True
 
     def limit_lengths(self, max_lengths: torch.Tensor, load: Load) -> torch.Tensor:

@@ -24,6 +24,7 @@ class RoundOutcome:
     num_accepted: torch.Tensor  # draft tokens accepted, without the bonus token, [R]
     seconds: float  # duration of the round
     drafted: bool = True  # whether the draft ran
+    is_tail: bool = False  # whether it drew anew in slots of the block before, without its backbone
     drafts: Drafts | None = None  # what was verified
     paths: Sequence[Sequence[int]] | None = None  # accepted nodes of trees, [R]
     target_logits: torch.Tensor | None = None  # processed, after the anchor and each verified token, [R, 1+l, V]

@@ -9,13 +9,14 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from numbers import Real
+from typing import Literal
 
 import numpy as np
 import torch
 
 from ..sampling.drafts import DraftTrees
 from .costs import Load, ThroughputTable
-from .learning import Experience, LearnedAcceptance, ReprobeCounter
+from .learning import LONGEST_WAIT, Experience, LearnedAcceptance, ReprobeCounter
 from .policies import Policy, require_types
 from .ranking import Ranking, first_drop
 from .rounds import RoundOutcome
@@ -29,6 +30,8 @@ PRIOR_ACCEPTANCE = 0.8  # expected of each slot of an unknown request
 PRIOR_ROUNDS = 3  # how many rounds that expectation counts for
 RECENT_ROUNDS = 10  # older rounds fade
 SAME_CONTEXT = 256  # cached tokens: so many more do not change the choice
+TAIL_SHARE = 0.25  # of drafting: what the heads alone take
+TAILS_TRIED = 16  # rounds that show what tails bring
 LEAST_GAIN = 1.03  # of trees over chains, as predicted: measured step times are no better than that
 
 
@@ -57,6 +60,8 @@ class Scheduler(Policy):
         tpot_seconds (`float`, *optional*): Limit of the time per output token of every request, in seconds: caps the
             latency of a round by the tokens that uncut rounds lately brought. If a plain step breaks it, too, a
             warning says so. AdaSpec Algorithm 3.
+        tails (`bool`): Whether the slots that the last block has left are drawn anew, without a pass of the draft's
+            backbone, where earlier rounds promise more tokens per second of that. Chains only.
 
     Raises:
         TypeError: If there is neither a cost nor a number of nodes, or another argument needs the cost.
@@ -80,9 +85,10 @@ class Scheduler(Policy):
     skip: bool = True
     lag: int = 0
     tpot_seconds: float | None = None
+    tails: bool = False
 
     def __post_init__(self) -> None:
-        needs_cost = self.num_nodes is None or self.lag != 0 or self.tpot_seconds is not None
+        needs_cost = self.num_nodes is None or self.lag != 0 or self.tpot_seconds is not None or self.tails
         if not isinstance(self.cost, ThroughputTable | Experience | None) or (self.cost is None and needs_cost):
             raise TypeError(
                 f"{type(self).__name__} needs the cost of a step on this machine, got {type(self.cost).__name__}: "
@@ -92,9 +98,11 @@ class Scheduler(Policy):
             self.num_nodes = NUM_NODES
         if not (isinstance(self.num_nodes, int) and 1 <= self.num_nodes <= MOST_NODES):
             raise ValueError(f"num_nodes must be a whole number from 1 to {MOST_NODES}, got {self.num_nodes!r}")
-        require_types(self, trees=bool | None, skip=bool, lag=int, tpot_seconds=Real | None)
+        require_types(self, trees=bool | None, skip=bool, lag=int, tpot_seconds=Real | None, tails=bool)
         if self.lag < 0 or (self.lag and self.trees):
             raise ValueError(f"lag must be 0, or a number of rounds with trees=False, got lag={self.lag}")
+        if self.lag and self.tails:
+            raise ValueError(f"tails have no lagged budgets: drop lag={self.lag} or tails=True")
         limit = self.tpot_seconds
         if limit is not None and not (math.isfinite(limit) and limit > 0):
             raise ValueError(f"tpot_seconds must be a positive number, got {limit}")
@@ -105,6 +113,8 @@ class Scheduler(Policy):
         self._experience = known = self.cost if isinstance(self.cost, Experience) else None
         self._acceptance = LearnedAcceptance() if known is None else known.acceptance
         self._skipped = ReprobeCounter() if known is None else known.skipped
+        self._tails = LearnedAcceptance() if known is None else known.tails
+        self._is_tail, self._untried = False, ReprobeCounter(most=LONGEST_WAIT)  # rounds that could have been tails
         self._cut, self._load = ReprobeCounter(), Load(())  # the load of the latest round
         self._served: Sequence[int] = ()  # by the round before
         self._rankings: deque[Ranking] = deque(maxlen=self.lag)  # of the last rounds
@@ -120,26 +130,54 @@ class Scheduler(Policy):
     def most_nodes(self) -> int:
         return 0 if self.trees is False or self.lag else self.num_nodes
 
+    @property
+    def draws_tails(self) -> bool:
+        return self.tails
+
     # ---- whether to draft
 
-    def plan_draft(self, load: Load) -> bool:
-        self._load = load
+    def plan_draft(self, load: Load) -> bool | Literal["tail"]:
+        self._load, self._is_tail = load, False
         for memory in (self._forecasts, self._latest):
             for request in memory.keys() - set(load.request_ids):
                 del memory[request]
         if self.tpot_seconds is not None and not self._meets_limit(load):
             return False
-        if self.cost is None or not self.skip:
+        if self.cost is None:
+            return True
+        self._is_tail = bool(load.tails) and self._prefers_tails(load)
+        if self._is_tail:
+            return "tail"
+        if not self.skip:
             return True
         if self._experience is not None and self._experience.costs.plain.look_again():
             return False
-        expected = {request: forecast.survival for request, forecast in self._forecasts.items()}
-        if not expected and self._unknown.survival:
-            expected = dict.fromkeys(load.request_ids, self._unknown.survival)
-        if not expected or self._pays(load, expected) or self._pays(load, self._latest):
+        expected, plain = self._expected(load), load.base_tokens / self._cost_of(load).plain_seconds(load)
+        if not expected or max(self._rate(load, expected), self._rate(load, self._latest)) > plain:
             self._skipped.reset()
             return True
         return self._skipped.look_again()
+
+    def _expected(self, load: Load) -> dict[int, Sequence[float]]:
+        """Return the survivals that the blocks of requests lead to expect."""
+        expected = {request: forecast.survival for request, forecast in self._forecasts.items()}
+        if not expected and self._unknown.survival:
+            expected = dict.fromkeys(load.request_ids, self._unknown.survival)
+        return expected
+
+    def _prefers_tails(self, load: Load) -> bool:
+        """Tell whether what the last blocks have left brings more tokens per second than new ones, or than none."""
+        if self._tails.rounds < TAILS_TRIED:
+            return True
+        survivals = np.array([0.0, *self._tails.survival])
+        kept = sum(float(survivals[: 1 + length].sum()) for length in load.tails)
+        cost = self._cost_of(load)
+        seconds = float(cost.round_seconds(load, sum(load.tails))[-1]) - (1 - TAIL_SHARE) * cost.drafting
+        others = self._rate(load, self._expected(load)), load.base_tokens / cost.plain_seconds(load)
+        if (load.base_tokens + kept) / seconds > max(others):
+            self._untried.reset()
+            return True
+        return self._untried.look_again()
 
     @property
     def _unknown(self) -> "BlockForecast":
@@ -149,14 +187,14 @@ class Scheduler(Policy):
     def _cost_of(self, load: Load) -> ThroughputTable:
         return self.cost if self._experience is None else self._experience.costs.at(load)
 
-    def _pays(self, load: Load, known: dict[int, Sequence[float]]) -> bool:
+    def _rate(self, load: Load, known: dict[int, Sequence[float]]) -> float:
+        """Return the tokens per second of new blocks with these survivals."""
         if not known:
-            return False
+            return 0.0
         # New requests are expected to be like the others. All verify the same length, as in AdaSpec: a lower bound of
         # what is got out of the same tokens.
         means = [sum(column) / len(known) for column in zip(*known.values(), strict=True)]
-        best = (_kept(load, np.array(means)) / self._seconds_by_size(load, len(means))).max()
-        return self._gain * best > load.base_tokens / self._cost_of(load).plain_seconds(load)
+        return self._gain * float((_kept(load, np.array(means)) / self._seconds_by_size(load, len(means))).max())
 
     def _seconds_by_size(self, load: Load, most: int) -> np.ndarray:
         """Return the seconds of rounds that verify 0..most tokens of each request."""
@@ -198,7 +236,8 @@ class Scheduler(Policy):
     def plan_verify(self, confidence: torch.Tensor | None, max_lengths: torch.Tensor, load: Load) -> torch.Tensor:
         if self.cost is None:
             return max_lengths.clamp(max=self.num_nodes)
-        ranking = Ranking.of(self._acceptance.corrected(confidence), max_lengths)
+        known = self._tails if self._is_tail else self._acceptance
+        ranking = Ranking.of(known.corrected(confidence), max_lengths)
         all_tokens = int(max_lengths.sum())
         capacity = self._capacity(all_tokens, load)
         if capacity >= all_tokens:
@@ -233,7 +272,7 @@ class Scheduler(Policy):
     def plan_tree(
         self, siblings: SiblingAcceptance, load: Load, matches: Sequence[Sequence[float]] = ()
     ) -> TreePlan | None:
-        if self.most_nodes == 0:
+        if self.most_nodes == 0 or self._is_tail:
             return None
         if self.cost is None:
             return BudgetPlan(self.num_nodes, siblings)
@@ -287,15 +326,21 @@ class Scheduler(Policy):
     # ---- what rounds teach
 
     def observe(self, outcome: RoundOutcome) -> None:
-        if outcome.drafted and self._cut.rounds == 0:  # a round cut short does not tell what a block brings
+        # A round cut short does not tell what a block brings.
+        if outcome.drafted and not outcome.is_tail and self._cut.rounds == 0:
             new, old = float((outcome.num_accepted + 1).double().mean()), self._block_tokens
             self._block_tokens = new if math.isinf(old) else 0.9 * old + 0.1 * new
-        self._latest.clear()
         # In a first round, the draft also reads the prompt.
         is_usual = outcome.request_ids == self._load.request_ids and set(outcome.request_ids) <= set(self._served)
         if self._experience is not None and is_usual:
             self._experience.costs.observe(self._load, outcome)
         self._served, confidence = outcome.request_ids, outcome.confidence
+        if outcome.is_tail:
+            self._tails.observe(outcome)
+            for row, length in zip(self._tails.corrected(confidence).tolist(), self._load.tails, strict=True):
+                self._tails.expect([*itertools.accumulate(row[:length], operator.mul)])
+            return
+        self._latest.clear()
         self._acceptance.observe(outcome)
         if confidence is not None and not isinstance(outcome.drafts, DraftTrees):
             confidence = self._acceptance.corrected(confidence)
