@@ -142,11 +142,20 @@ def test_no_graph_is_made_after_the_first_rounds(graphs, pair):
 
 def test_ways_to_draw_beyond_a_few_share_a_graph(graphs, pair, monkeypatch):
     monkeypatch.setattr(compiled_drafting, "MOST_WAYS", 2)
-    for temperature in (0.5, 0.6, 0.7, 0.8, 0.9, 0.7):
-        drawn = DRAWN | {"temperature": temperature}
+    for top_p in (0.5, 0.6, 0.7, 0.8, 0.9, 0.7):
+        drawn = DRAWN | {"top_p": top_p}
         expected = decoded(pair, 1, DecodingOptions(policy=FullBlock()), **drawn)
         assert torch.equal(decoded(pair, 1, DecodingOptions(policy=FullBlock(), compile=True), **drawn), expected)
     assert len(graphs) <= 1 + 1 + 2 * 2  # target, shared, and of a number the second graph is for all its values
+
+
+def test_any_temperature_is_drawn_in_the_same_graph(graphs, pair, monkeypatch):
+    monkeypatch.setattr(compiled_drafting, "MOST_WAYS", 1)
+    for temperature in (0.5, 0.6, 0.7, 0.8, 1.3):
+        drawn = DRAWN | {"temperature": temperature}
+        expected = decoded(pair, 1, DecodingOptions(policy=FullBlock()), **drawn)
+        assert torch.equal(decoded(pair, 1, DecodingOptions(policy=FullBlock(), compile=True), **drawn), expected)
+    assert len(graphs) <= 1 + 2  # target; of a number the second graph is for all its values
 
 
 def test_drafts_with_hooks_and_of_another_size_are_not_taken_for_compiled_ones(graphs, pair):

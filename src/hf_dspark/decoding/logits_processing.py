@@ -93,8 +93,8 @@ class BlockProcessor:
 
     @property
     def settings(self) -> str:
-        """Name the processors and their numbers."""
-        return str([(type(each), vars(each)) for each in self._processors])
+        """Name the processors and their numbers, but for temperatures: a graph takes any."""
+        return str([(type(each), type(each) is TemperatureLogitsWarper or vars(each)) for each in self._processors])
 
     def __call__(
         self, logits: torch.Tensor, candidate_ids: torch.Tensor | None = None, prefixes: Sequence[Prefix | None] = ()
