@@ -6,20 +6,25 @@ import logging
 import os
 import socket
 from argparse import Namespace
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future
 from contextlib import contextmanager, redirect_stdout, suppress
 from contextvars import ContextVar
 from threading import Thread
+from types import SimpleNamespace
 from typing import Any
 from weakref import WeakSet
 
+from transformers import PreTrainedModel
 from transformers.cli.chat import Chat
 from transformers.cli.serve import Serve
 from transformers.cli.serving.model_manager import ModelManager
-from transformers.cli.serving.utils import BaseHandler, GenerateManager
+from transformers.cli.serving.utils import BaseHandler, GenerateManager, _GenerationCancelled, _StreamError
 
 from hf_dspark.decoding.attach import attach
 from hf_dspark.decoding.reversible import JsonGrammars, XGrammarProcessor
+from hf_dspark.decoding.together import Asked, decode_waiting
 from hf_dspark.models.auto import names_a_draft
 
 from . import Console
@@ -35,19 +40,40 @@ class _Server(Serve):
 
 
 class _Manager(GenerateManager):
-    """Decodes with the grammar of a request, if it has one."""
+    """Lets answers of several clients be decoded together, each with its own grammar."""
 
-    def generate_streaming(self, model: Any, processor: Any, inputs: Mapping[str, Any], *rest: Any, **options: Any):
-        return super().generate_streaming(model, processor, _with_grammar(inputs), *rest, **options)
+    def __init__(self) -> None:
+        super().__init__()
+        self._waiting: deque[Asked] = deque()
 
-    def generate_non_streaming(
-        self, model: Any, processor: Any, inputs: Mapping[str, Any], *rest: Any, **options: Any
-    ):
-        return super().generate_non_streaming(model, processor, _with_grammar(inputs), *rest, **options)
+    def generate_streaming(self, model: PreTrainedModel, *rest: Any, **options: Any):
+        return super().generate_streaming(self._asking(model), *rest, **options)
+
+    def generate_non_streaming(self, model: PreTrainedModel, *rest: Any, **options: Any):
+        return super().generate_non_streaming(self._asking(model), *rest, **options)
+
+    def _asking(self, model: PreTrainedModel) -> SimpleNamespace:
+        own = {} if _grammar.get() is None else {"logits_processor": [_grammar.get()]}
+        return SimpleNamespace(generate=functools.partial(self._ask, model, **own))
+
+    def _ask(self, model: PreTrainedModel, **given: Any) -> Future:
+        asked = Asked(model, **given)
+        if (streamer := given.get("streamer")) is not None:
+            asked.outcome.add_done_callback(functools.partial(_tell, streamer))
+        self._waiting.append(asked)
+        self._thread.submit(decode_waiting, self._waiting)
+        return asked.outcome
+
+    def submit(self, fn: Callable, *args: Any, **kwargs: Any) -> Future:
+        return fn(*args, **kwargs)  # it asks, and does not wait
+
+    def async_submit(self, fn: Callable, *args: Any, **kwargs: Any) -> asyncio.Future:
+        return asyncio.wrap_future(fn(*args, **kwargs))
 
 
-def _with_grammar(inputs: Mapping[str, Any]) -> dict[str, Any]:
-    return {**inputs} if _grammar.get() is None else {**inputs, "logits_processor": [_grammar.get()]}
+def _tell(streamer: Any, outcome: Future) -> None:
+    if (error := outcome.exception()) is not None:
+        streamer._enqueue(None if isinstance(error, _GenerationCancelled) else _StreamError(str(error)))
 
 
 def _follow_format(handler: BaseHandler, grammars: Callable[[], JsonGrammars]) -> None:

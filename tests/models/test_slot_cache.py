@@ -59,7 +59,7 @@ def test_growth_stops_at_the_limit():
     assert cache.stores[0, "keys"].shape[2] == 100
 
 
-def test_rows_move_swap_and_shrink():
+def test_rows_move_swap_and_resize():
     cache = SlotCache(3)
     states = torch.randn(1, 2, 9, 4)
     write(cache, SlotLayout((0, 0, 0), (2, 3, 4)), states)
@@ -71,7 +71,7 @@ def test_rows_move_swap_and_shrink():
     assert torch.equal(kept(cache, 0)[0], third) and torch.equal(kept(cache, 2)[0], first)
     cache.move_row(0, 1)
     assert cache.lengths == (0, 4, 2) and torch.equal(kept(cache, 1)[1], -third)
-    cache.shrink(2)
+    cache.resize(2)
     assert cache.num_rows == 2 and torch.equal(kept(cache, 1)[0], third)
 
 
@@ -107,7 +107,7 @@ def test_recurrent_states_go_with_their_rows_and_cannot_go_back():
     with pytest.raises(ValueError, match="recurrent states of a SlotCache"):
         cache.to_dynamic_cache()
     cache.truncate(1, 0)
-    cache.shrink(2)
+    cache.resize(2)
     assert positions() == [None, None] and cache.reachable(1, 0) == 0
     cache.row_states[0]["layer"] = RowState()
     cache.reset()

@@ -80,6 +80,7 @@ def make_request(call: Call, row: int, request_id: int, prompt: PromptRow) -> Re
         hidden_prompt=prompt.hidden,
         earlier_ids=prompt.earlier_ids,
         token_types=prompt.token_types,
+        streamer=call.streamer,
     )
 
 

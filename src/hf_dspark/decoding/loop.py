@@ -62,7 +62,6 @@ class DecodingLoop:
         self.cache = cache
         self.recording = record or Recording()
         self._keeps_some_logits = call.keeps_some_logits
-        self._streamer = call.streamer
         self._processor = BlockProcessor(call.logits_processor, drafter.draft.config.vocab_size)
         support = drafter.support
         self._capture = FeatureCapture(support, drafter.draft.config.target_layer_ids)
@@ -185,12 +184,12 @@ class DecodingLoop:
             self.cache.commit(row, kept)
             self.drafter.keep(request, features[:kept])
             num_committed.append(kept)
-            self._stream(new_tokens[:kept])
+            self._stream(request, new_tokens[:kept])
         return num_committed
 
-    def _stream(self, new_tokens: list[int]) -> None:
-        if self._streamer is not None:
-            self._streamer.put(torch.tensor(new_tokens, device="cpu"))
+    def _stream(self, request: Request, new_tokens: list[int]) -> None:
+        if request.streamer is not None:
+            request.streamer.put(torch.tensor(new_tokens, device="cpu"))
 
     def end(self, request: Request, length: int) -> None:
         """End a request at an earlier length than it has reached, or at this one."""
@@ -251,10 +250,9 @@ class DecodingLoop:
             kept = self.recording.scores.get(request.id, ())
             try:
                 request.ended = request.stop_rule.cut(request.token_ids, [token], request.max_length, kept)[1]
-            except Exception as error:  # whatever a user's criterion does
+                self._stream(request, [token])
+            except Exception as error:  # whatever a user's criterion or streamer does
                 failed = failed or error
-            else:
-                self._stream([token])
         if failed is not None:
             raise failed
         self.release_ended()

@@ -5,12 +5,14 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from tqdm import tqdm
 from transformers import LogitsProcessorList, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.generation import StoppingCriteriaList, StopStringCriteria
+from transformers.generation.streamers import BaseStreamer
 
 from ..data.conversations import tokenizer_of
 from ..data.prompts import FormError, as_chat, several, token_ids
@@ -118,6 +120,18 @@ def refuse_made_here(caller: str, target: PreTrainedModel, generate_kwargs: Mapp
         raise ValueError(f"{caller} makes {name} itself: {cures.get(name, 'drop it')}")
 
 
+NONE_YET = object()  # in place of a prompt: the queue asks again after its next round, unless nothing runs
+
+
+@dataclass(frozen=True)
+class OwnPrompt:
+    """A prompt whose length, processors and streamer are its own; what else it asks is as for all others."""
+
+    token_ids: Sequence[int]
+    options: Mapping[str, Any]  # of `generate()`
+    streamer: BaseStreamer | None = None
+
+
 @dataclass
 class _Job:
     """A prompt on its way; its request once it is prepared."""
@@ -171,10 +185,9 @@ class _Queue:
                 raise ValueError("stop_strings need a tokenizer: pass it as processing_class")
             self._criteria.append(StopStringCriteria(tokenizer, stop_strings))
             options["stop_strings"] = None
-        call = self._prepare([0])  # what is wrong with the options is wrong with every prompt
+        call = self._prepare([0], {})  # what is wrong with the options is wrong with every prompt
         self._chunk_size = call.generation_config.prefill_chunk_size
-        drafter = Drafter(target, draft, call, SlotCache(batch_size))
-        self._loop = DecodingLoop(drafter, call, SlotCache(batch_size))
+        self._loop = DecodingLoop(Drafter(target, draft, call, SlotCache()), call, SlotCache())
 
     def run(self, progress: bool) -> Iterator[Completion]:
         with tqdm(total=self._total, disable=None if progress else True, unit="prompt") as bar:
@@ -197,39 +210,49 @@ class _Queue:
                     yield self._completion(job)
 
     def _take(self) -> _Job | None:
-        """Return the next prompt, prepared or with its error; `None` when there is none."""
+        """Return the next prompt, prepared or with its error; `None` when there is none, at present or at all."""
         if self._returned:
             return self._returned.popleft()
         index, prompt = next(self._prompts, (None, None))
-        if index is None:
+        if index is None or prompt is NONE_YET:
             return None
         job = _Job(index, prompt)
         try:
-            chat = as_chat(as_prompt(prompt, several_turns=False), self._tokenizer)
-            call = self._prepare(token_ids(chat, self._tokenizer))
+            if isinstance(prompt, OwnPrompt):
+                ids, options = prompt.token_ids, prompt.options
+            else:
+                chat = as_chat(as_prompt(prompt, several_turns=False), self._tokenizer)
+                ids, options = token_ids(chat, self._tokenizer), {}
+            call = self._prepare(ids, options)
             read = read_prompt(call, 0, SlotCache())
             job.prompt_length = len(read.token_ids)
             job.request = make_request(call, 0, index, read)
             job.request.processors = LogitsProcessorList(map(job.guarded, job.request.processors))
             job.request.stop_rule.guard(job.guarded)
+            if (streamer := getattr(prompt, "streamer", None)) is not None:
+                streamer.put(call.input_ids)
+                job.request.streamer = SimpleNamespace(put=job.guarded(streamer.put))
         except Exception as error:  # whatever is wrong with a prompt, the others go on
             if index == 0 and isinstance(error, FormError):  # with them all
                 raise
             job.error = error
         return job
 
-    def _prepare(self, token_ids: Sequence[int]) -> Call:
+    def _prepare(self, token_ids: Sequence[int], own: Mapping[str, Any]) -> Call:
         ids = torch.as_tensor(token_ids, dtype=torch.long, device=TargetSupport.of(self._target).input_device)[None]
-        own = {
+        options = self._options | {
             "stopping_criteria": StoppingCriteriaList(copies_of(self._criteria)),
             "logits_processor": LogitsProcessorList(copies_of(self._processors)),
         }
-        return self._target.generate(ids, attention_mask=torch.ones_like(ids), **own, **self._options)
+        return self._target.generate(ids, attention_mask=torch.ones_like(ids), **options | own)
 
     def _advance(self, new: Sequence[_Job]) -> str | None:
         """Admit new sequences, or run a round; return what an error says if memory runs out."""
         try:
             if new:
+                for cache in (self._loop.cache, self._loop.drafter.cache):
+                    if cache.num_rows < len(self._running):
+                        cache.resize(min(self._batch_size, 2 * len(self._running)))
                 requests = [job.request for job in new]
                 self._loop.admit(requests, [request.token_ids for request in requests], self._chunk_size)
             else:
@@ -284,10 +307,10 @@ class _Queue:
         self._take_back(leaving)
         if hopeless is None:
             for cache in (self._loop.cache, self._loop.drafter.cache):
-                cache.shrink(together)
+                cache.resize(together)
         else:  # the others need not be fewer; nothing is left in the caches
             together = hopeless.batch_size
-            self._loop.cache, self._loop.drafter.cache = SlotCache(together), SlotCache(together)
+            self._loop.cache, self._loop.drafter.cache = SlotCache(), SlotCache()
         self._batch_size = together
         told = f"out of memory: {together} sequences are decoded together from now on ({shortage})"
         warnings.warn(told, stacklevel=3)

@@ -238,6 +238,7 @@ class Request:
     # Tapped target layers of committed tokens that the draft has not seen, `[n, m*d]` each; the anchor excluded.
     features: list[torch.Tensor] = field(default_factory=list)
     ended: bool = False
+    streamer: BaseStreamer | None = None
 
     def __post_init__(self) -> None:
         self._following = [each for each in self.processors if isinstance(each, FollowingProcessor)]

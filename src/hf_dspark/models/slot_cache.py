@@ -328,11 +328,16 @@ class SlotCache(Cache):
         for parts in (self._lengths, self.offsets, self.row_states):
             parts[first], parts[second] = parts[second], parts[first]
 
-    def shrink(self, num_rows: int) -> None:
+    def resize(self, num_rows: int) -> None:
+        """Keep the first rows, and add empty ones, so that there are so many."""
+        more = max(0, num_rows - self.num_rows)
         with torch.inference_mode(False):
-            self.stores = {name: store[:num_rows].clone() for name, store in self.stores.items()}
-        self.num_rows, self._lengths, self.row_states = num_rows, self._lengths[:num_rows], self.row_states[:num_rows]
-        self.offsets = self.offsets[:num_rows]
+            for name, store in self.stores.items():
+                new = store.new_zeros(more, *store.shape[1:])
+                self.stores[name] = torch.cat([store[:num_rows], new])
+        self._lengths, self.offsets = (each[:num_rows] + [0] * more for each in (self._lengths, self.offsets))
+        self.row_states = self.row_states[:num_rows] + [{} for _ in range(more)]
+        self.num_rows = num_rows
 
     def take_row(self, other: Cache, row: int, columns: torch.Tensor) -> None:
         """Copy a row of one of transformers' caches, whose tokens are in `columns`, into the same row, empty here."""
