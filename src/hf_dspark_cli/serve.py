@@ -174,7 +174,7 @@ def _loaded(options: Namespace, quiet: bool = False, **settings: Any) -> Iterato
         model, processor = load(manager, called, *args, **kwargs)
         if called == served.setdefault("id", called) and model not in known:  # it alone, and after /reset again
             known.add(model)
-            found = attach(model, draft).draft
+            found = attach(model, draft, remember=False).draft  # clients must not learn of each other
             served["draft"] = getattr(found, "name_or_path", None) if options.draft == "auto" else options.draft
             served["chat"] = getattr(processor, "chat_template", None) is not None
         return model, processor

@@ -61,6 +61,7 @@ def enumerate_rounds(
     length=None,
     prompt_lookup=False,
     plain=None,
+    answers=None,
 ):
     """Enumerate what rounds commit, continued by the target alone; `plain` are its processors if they are others.
 
@@ -71,7 +72,9 @@ def enumerate_rounds(
     criteria = StoppingCriteriaList([MaxLengthCriteria(60)])
     paths, joint, lengths, truths = Paths(), {}, [], None
     options = DecodingOptions(
-        observer=lambda outcome: lengths.append(tuple(outcome.lengths.tolist())), prompt_lookup=prompt_lookup
+        observer=lambda outcome: lengths.append(tuple(outcome.lengths.tolist())),
+        prompt_lookup=prompt_lookup or answers is not None,
+        answers=answers,
     )
     extra = {"attention_mask": batch["attention_mask"], "logits_to_keep": 1}
     call = Call(batch["input_ids"], processors, criteria, config, extra, policy, options=options)

@@ -7,6 +7,7 @@ import warnings
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from difflib import get_close_matches
 from typing import Any
 
@@ -18,6 +19,8 @@ from ..models import publisher
 from ..models.auto import load_draft, loader_of, require_draft, require_target
 from ..models.modeling_draft import DraftModel
 from ..models.prompt_lookup import PromptLookup
+from ..scheduling.options import DecodingOptions
+from ..scheduling.prompt_lookup import AnswerMemory
 from ..targets.assistant_draft import AssistantDraft, as_draft
 from ..targets.support import TargetSupport
 from .checks import refuse
@@ -34,10 +37,11 @@ class Attachment:
         draft ([`DraftModel`], *optional*): It assists the target's calls; `None` if none was found.
         num_assisted, num_plain (`int`): Calls that were decoded with it, and that could not be.
         plain_calls (`Counter`): The latter by reason; a call may have several.
+        answers ([`AnswerMemory`], *optional*): The latest answers of assisted calls, if they are remembered.
     """
 
-    def __init__(self, target: PreTrainedModel, draft: DraftModel | None) -> None:
-        self.draft = draft
+    def __init__(self, target: PreTrainedModel, draft: DraftModel | None, remember: bool = True) -> None:
+        self.draft, self.answers = draft, AnswerMemory() if remember else None
         self.num_assisted = self.num_plain = 0
         self.plain_calls: Counter[str] = Counter()
         self._target = weakref.ref(target)
@@ -60,9 +64,15 @@ class Attachment:
     def __exit__(self, *error: Any) -> None:
         target = self._target()
         if target is not None and _attached.get(target) is self:
-            _attached.pop(target)
+            detach(target)
             if self._before is not None:
                 _attached[target] = self._before
+
+    @property
+    def decoding(self) -> DecodingOptions:
+        """How calls are decoded: a policy of the user's own, and the answers that it may know, stay as they are."""
+        own = self.draft.decoding
+        return own if own.policy or own.answers else replace(own, answers=self.answers)
 
     def count(self, reasons: Iterable[str] = ()) -> None:
         """Count a call, which is decoded without the draft for some reasons, and warn of those that are new."""
@@ -87,7 +97,9 @@ def attachment_of(target: Any) -> Attachment | None:
     return None if attached is None or attached.draft is None else attached
 
 
-def attach(target: PreTrainedModel, draft: PreTrainedModel | str | os.PathLike = AUTO, **options: Any) -> Attachment:
+def attach(
+    target: PreTrainedModel, draft: PreTrainedModel | str | os.PathLike = AUTO, remember: bool = True, **options: Any
+) -> Attachment:
     """Let all later calls of `target.generate()` decode with a draft, whoever makes them: `pipeline`, TRL, lm-eval.
 
     The output stays that of plain `generate()`. A call that a draft cannot assist (beams, a static cache, ...) is
@@ -101,6 +113,8 @@ def attach(target: PreTrainedModel, draft: PreTrainedModel | str | os.PathLike =
             with the target's tokenizer (an [`AssistantDraft`]); the folder or repository of one; `"ngram"` for
             [`PromptLookup`]; or `"auto"` for a draft that is found on the Hub, by the `base_model` of its card, or in
             the local cache. A log line says what was taken; if nothing is found, calls stay plain.
+        remember (`bool`): Whether prompt lookup also searches the latest answers ([`AnswerMemory`]), until it is
+            detached. Not where several people use the model. Without effect where `draft.decoding` has a policy.
         options: For loading a draft by its name, as in `from_pretrained`. Default: dtype and device of the target.
 
     Returns:
@@ -128,7 +142,7 @@ def attach(target: PreTrainedModel, draft: PreTrainedModel | str | os.PathLike =
         raise TypeError(f"{', '.join(options)} are for loading a draft by its name, got a {type(draft).__name__}")
     else:
         draft = _require_fit(target, as_draft(draft, target))
-    return Attachment(target, draft)
+    return Attachment(target, draft, remember)
 
 
 def detach(target: PreTrainedModel) -> None:
@@ -143,7 +157,9 @@ def detach(target: PreTrainedModel) -> None:
     detach(target)
     ```
     """
-    _attached.pop(_called(target), None)
+    attached = _attached.pop(_called(target), None)
+    if attached is not None and attached.answers is not None:
+        attached.answers.clear()
 
 
 def _called(target: Any) -> PreTrainedModel:

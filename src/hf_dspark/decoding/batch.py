@@ -8,7 +8,6 @@ from typing import Any
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.generation.continuous_batching.requests import GenerationOutput, RequestStatus
 
-from ..models.modeling_draft import DraftModel
 from .call import effective_config
 from .many import generate_many
 
@@ -34,7 +33,7 @@ def batch_plan(target: PreTrainedModel, given: Mapping[str, Any]) -> tuple[Gener
 
 
 def decode_batch(
-    target: PreTrainedModel, draft: DraftModel, inputs: Sequence[Sequence[int]], config: GenerationConfig, bar: bool
+    target: PreTrainedModel, inputs: Sequence[Sequence[int]], config: GenerationConfig, bar: bool
 ) -> dict[str, GenerationOutput]:
     """Decode prompts, and return what `generate_batch()` does: an output for each, by the name of its request."""
     taken: list[float] = []
@@ -45,7 +44,7 @@ def decode_batch(
             yield prompt
 
     together, outputs = min(len(inputs), MOST_TOGETHER), {}
-    for done in generate_many(target, draft, prompts(), None, together, bar, generation_config=config):
+    for done in generate_many(target, None, prompts(), None, together, bar, generation_config=config):
         name, start, tokens = f"req_{done.index}", taken[done.index], done.token_ids.tolist()
         output = GenerationOutput(name, list(done.prompt), tokens, created_time=start)
         output.lifespan, output.status = (start, time.perf_counter()), RequestStatus.FINISHED

@@ -74,6 +74,9 @@ class Drafter:
         self._do_sample = call.generation_config.do_sample
         # The user's seed decides about it. Greedy decoding draws nothing, as plain decoding does not.
         self._seed = int(torch.empty((), dtype=torch.int64, device="cpu").random_()) if self._do_sample else 0
+        self._answers = call.options.answers if call.options.prompt_lookup else None
+        if self._do_sample and self._answers is not None:
+            self._seed ^= self._answers.new_key()
         self._ends = eos_token_ids(call.generation_config)
         self._num_positions, self._rope_switches = support.num_positions, support.rope_switches
         self._max_drafts = min(draft.config.block_size, call.max_drafts or draft.config.block_size)
@@ -97,12 +100,14 @@ class Drafter:
         self._given_up: set[int] = set()  # ids of requests for which the draft's numbers overflow
         self._has_warned = False
 
-    def drop(self, request_id: int) -> None:
-        """Drop what is kept of a request that ended: a queue may be long."""
-        self._matchers.pop(request_id, None)
+    def drop(self, request: Request) -> None:
+        """Drop what is kept of a request that ended, as a queue may be long, but for its answer."""
+        matcher = self._matchers.pop(request.id, None)
+        if self._answers is not None:
+            (matcher or NgramMatcher(self._answers)).remember(request.token_ids, request.prompt_length)
         if self._last_blocks is not None:
-            self._last_blocks.slots.pop(request_id, None)
-        self._given_up.discard(request_id)
+            self._last_blocks.slots.pop(request.id, None)
+        self._given_up.discard(request.id)
 
     def noise(self, requests: Sequence[Request]) -> BlockNoise | None:
         """Return the noise of the coming block of each request; `None` when decoding is greedy."""
@@ -249,7 +254,7 @@ class Drafter:
             return LookupMatch(forced, [1.0] * len(forced))
         if not self._options.prompt_lookup:
             return LookupMatch()
-        matcher = self._matchers.setdefault(request.id, NgramMatcher())
+        matcher = self._matchers.setdefault(request.id, NgramMatcher(self._answers))
         return matcher.find(request.token_ids, most)
 
     def _read(

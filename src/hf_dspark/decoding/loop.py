@@ -217,7 +217,7 @@ class DecodingLoop:
                 self.ended_rows[self.requests[row].id] = last
             else:
                 self.requests[row].features.clear()
-            self.drafter.drop(self.requests[row].id)
+            self.drafter.drop(self.requests[row])
             self.requests[row] = self.requests[last]
             self.requests.pop()
 

@@ -91,7 +91,7 @@ def generate_many(
     ```
     """
     if draft is None and (attached := attachment_of(target)) is not None:
-        draft = attached.draft
+        draft, decoding = attached.draft, decoding or attached.decoding
     if draft is None:
         raise TypeError(
             "generate_many decodes by the rounds of a draft, got draft=None: pass one, or attach it. Without one, "

@@ -241,6 +241,7 @@ class Request:
     streamer: BaseStreamer | None = None
 
     def __post_init__(self) -> None:
+        self.prompt_length = len(self.token_ids)
         self._following = [each for each in self.processors if isinstance(each, FollowingProcessor)]
 
     @property

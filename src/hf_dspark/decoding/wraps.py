@@ -21,6 +21,7 @@ from transformers.generation import GenerationMode
 
 from ..models.auto import is_draft, refuse_misread, require_draft
 from ..models.modeling_draft import DraftModel
+from ..scheduling.options import DecodingOptions
 from ..scheduling.step_costs import experience_of
 from ..targets.adapters import restore_adapters
 from ..targets.support import TargetSupport, restore
@@ -41,6 +42,7 @@ class _Drafted:
     draft: DraftModel
     cutoff: dict[str, Any]  # what the user set of CUTOFF_ARGUMENTS
     given: dict[str, Any]  # the user's arguments
+    decoding: DecodingOptions
     plan: dict[str, Any] | None = None  # what a `Call` needs besides
     is_prepared: bool = False  # a streamer has been given the prompt
 
@@ -63,7 +65,7 @@ def generate(original: Callable, target: PreTrainedModel, /, *args: Any, **kwarg
         refuse_misread(draft)
         return original(target, *args, **kwargs)
     cutoff = cutoff_of(target, arguments, arguments.get("generation_config"))
-    given.arguments["assistant_model"] = drafted = _Drafted(draft, cutoff, arguments)
+    given.arguments["assistant_model"] = drafted = _Drafted(draft, cutoff, arguments, (attached or draft).decoding)
     try:
         refuse(reasons + generation_obstacles(target))  # before its own code says less
         if arguments.get("assistant_tokenizer") is not None:
@@ -124,7 +126,7 @@ def generate_batch(original: Callable, target: PreTrainedModel, /, *args: Any, *
     config, reasons = batch_plan(target, given | given.get("kwargs", {}))
     try:
         refuse(reasons)
-        output = decode_batch(target, attached.draft, given["inputs"], config, given.get("progress_bar", False))
+        output = decode_batch(target, given["inputs"], config, given.get("progress_bar", False))
     except Refused as refusal:
         attached.count(refusal.reasons)
         return original(target, *args, **kwargs)
@@ -140,7 +142,7 @@ def validate_generation_mode(
     if isinstance(drafted, _Drafted):
         draft = drafted.draft
         drop_cache_of_files(target, generation_config)
-        drafted.plan, reasons = plan_call(target, draft, draft.decoding, generation_config, drafted.cutoff)
+        drafted.plan, reasons = plan_call(target, draft, drafted.decoding, generation_config, drafted.cutoff)
         if reasons:
             refuse(_unprepared(drafted, generation_config, reasons))
         # It is no assistant as transformers knows them: states and several rows are welcome.

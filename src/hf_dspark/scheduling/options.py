@@ -8,6 +8,7 @@ from typing import Literal
 
 from ..files import shortened
 from .policies import Policy, require_types
+from .prompt_lookup import AnswerMemory
 from .rounds import RoundOutcome
 
 
@@ -21,6 +22,8 @@ class DecodingOptions:
         trees (`bool`, *optional*): Whether the default policy drafts trees. Default: where earlier rounds have shown
             that they pay, and the target can verify them.
         prompt_lookup (`bool`): Whether trees also get a branch of what followed an earlier match of the text's end.
+        answers ([`AnswerMemory`], *optional*): Earlier answers, which prompt lookup searches, too, and the coming ones
+            join. Default: none, but see [`attach`].
         other_tokens (`int` or `Callable`): Tokens per step that the rest of the engine adds to the target's forward
             pass, or a function that returns them.
         domain (`str`, *optional*): Whose calibration, and whose earlier rounds, count. Default: the sampling regime's.
@@ -49,6 +52,7 @@ class DecodingOptions:
     policy: Policy | None = None
     trees: bool | None = None
     prompt_lookup: bool = True
+    answers: AnswerMemory | None = None
     other_tokens: int | Callable[[], int] = 0
     domain: str | None = None
     observer: Callable[[RoundOutcome], None] | None = None
@@ -76,7 +80,7 @@ class DecodingOptions:
                 f"draft_window must be a number of tokens, 1 or more, 'auto', or None for all, got {shortened(window)}"
             )
         flags = {"compile": bool | str, "prompt_lookup": bool, "use_transformers_loop": bool, "trees": bool | None}
-        require_types(self, **flags, domain=str | None, observer=Callable | None)
+        require_types(self, **flags, domain=str | None, answers=AnswerMemory | None, observer=Callable | None)
         if not callable(self.other_tokens):
             self.tokens_of_others()
 
