@@ -18,7 +18,7 @@ from typing import Any
 import bench
 from tqdm import tqdm
 
-from hf_dspark import FullBlock, Policy, PromptLookup, Scheduler
+from hf_dspark import AnswerMemory, FullBlock, Policy, PromptLookup, Scheduler
 from hf_dspark.data.prompts import as_chat, read_prompt_file, token_ids
 from hf_dspark.scheduling.step_costs import estimated_cost, find_cost
 
@@ -139,5 +139,29 @@ def lookup(
     return {"rows": rows}
 
 
+def answers(num_prompts: int = 20, epochs: int = 4, dtype: bench.Dtype = "float32") -> dict[str, Any]:
+    """The same prompts again and again, as in evaluations and RL, with and without a memory of earlier answers."""
+    target, draft, tokenizer = bench.load_pair(dtype)
+    prompts, rows = bench.held_out_ids(tokenizer, num_prompts), []
+    for regime, options in bench.REGIMES.items():
+        known = {name: AnswerMemory() for name in ("lookup", "draft")}
+        assistants = {"lookup": PromptLookup(target), "draft": draft}
+        for epoch in range(epochs):
+            names = ("plain", *known, *(f"{name}, answers" for name in known))
+            runs: dict[str, list[bench.Call]] = {name: [] for name in names}
+            for prompt in tqdm(prompts, desc=f"{regime} {epoch}"):
+                common = {"seed": epoch, "max_new_tokens": 128, **options}
+                runs["plain"].append(bench.decode(target, [prompt], **common))
+                for name, assistant in assistants.items():
+                    for way, answers in ((name, None), (f"{name}, answers", known[name])):
+                        with bench.decoding(assistant, answers=answers):
+                            runs[way].append(bench.decode(target, [prompt], assistant=assistant, **common))
+            for way, calls in runs.items():
+                row: Row = {"regime": regime, "epoch": 1 + epoch, "way": way}
+                row["over_plain"] = per_token_of_all(runs["plain"]) / per_token_of_all(calls)
+                rows.append(row | ({} if way == "plain" else committed(calls)))
+    return {"rows": rows}
+
+
 if __name__ == "__main__":
-    bench.main(__doc__, tau, speed, lookup)
+    bench.main(__doc__, tau, speed, lookup, answers)
