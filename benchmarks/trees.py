@@ -18,8 +18,9 @@ from typing import Any
 import bench
 from tqdm import tqdm
 
-from hf_dspark import AnswerMemory, FullBlock, Policy, PromptLookup, Scheduler
+from hf_dspark import FullBlock, Policy, PromptLookup, Scheduler
 from hf_dspark.data.prompts import as_chat, read_prompt_file, token_ids
+from hf_dspark.scheduling.prompt_lookup import AnswerMemory
 from hf_dspark.scheduling.step_costs import estimated_cost, find_cost
 
 SIZES = (7, 15, 31)

@@ -36,7 +36,6 @@ if TYPE_CHECKING:  # for editors; _NAMES says the same
     from .scheduling.policies import ConfidenceThreshold as ConfidenceThreshold
     from .scheduling.policies import FullBlock as FullBlock
     from .scheduling.policies import Policy as Policy
-    from .scheduling.prompt_lookup import AnswerMemory as AnswerMemory
     from .scheduling.rounds import Rounds as Rounds
     from .scheduling.scheduler import Scheduler as Scheduler
     from .targets.assistant_draft import AssistantDraft as AssistantDraft
@@ -69,7 +68,6 @@ _NAMES = {
     "models.modeling_eagle3": "Eagle3DraftModel",
     "scheduling.options": "DecodingOptions",
     "models.prompt_lookup": "PromptLookup",
-    "scheduling.prompt_lookup": "AnswerMemory",
     "hub.convert": "convert_checkpoint",
     "hub.inspection": "inspect_draft",
     "targets.assistant_draft": "AssistantDraft",

@@ -8,9 +8,9 @@ import pytest
 import torch
 from transformers import LogitsProcessorList, TopKLogitsWarper
 
-from hf_dspark import AnswerMemory, DecodingOptions, FullBlock, PromptLookup, Scheduler, attach, detach, generate_many
+from hf_dspark import DecodingOptions, FullBlock, PromptLookup, Scheduler, attach, detach, generate_many
 from hf_dspark.decoding import loop as loop_module
-from hf_dspark.scheduling.prompt_lookup import LONGEST, MatchAcceptance, NgramMatcher
+from hf_dspark.scheduling.prompt_lookup import LONGEST, AnswerMemory, MatchAcceptance, NgramMatcher
 from tests.decoding.test_lossless_batches import enumerate_rounds
 from tests.distributions import PROMPT, chi_square_p_value, distribution_of_call, make_pair
 from tests.rows import GREEDY, alone, assert_rows, padded

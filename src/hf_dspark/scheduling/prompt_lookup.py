@@ -3,7 +3,7 @@ often such text is right."""
 
 import bisect
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,9 +16,9 @@ USUAL = ((1, 0.08), (2, 0.15), (3, 0.25), (4, 0.4), (6, 0.6), (9, 0.8), (17, 0.9
 SHORTEST = [least for least, _ in USUAL]  # match of each kind
 PRIOR_TESTS = 4  # that these count for
 WHOLE = 2**31  # as many tokens as there are
-CONTEXTS = np.array([[WHOLE], [16], [8], [4]])  # tokens before a place by which an answer is found again
-ODD = 0x9E3779B97F4A7C15  # base of polynomials modulo 2^64
-POWERS = np.array([[pow(ODD, int(size), 2**64)] for size in CONTEXTS[:, 0]], dtype=np.uint64)
+ODD = 0x9E3779B97F4A7C15  # base of polynomials modulo 2^64, whose values are hashes
+# Tokens before a place by which an answer is found again, and the base to that power.
+CONTEXTS = {size: pow(ODD, size, 2**64) for size in (WHOLE, 16, 8, 4)}
 
 
 @dataclass(frozen=True)
@@ -99,25 +99,26 @@ class AnswerMemory:
             self._end = 1
         start, self._end = self._end, self._end + len(token_ids) - before + 1
         self._tokens[start : self._end] = [*(token + 1 for token in token_ids[before:]), 0]
-        ends, of_prefixes = np.arange(first, len(token_ids)), np.array(hashes, dtype=np.uint64)
-        self._places[self._keys(of_prefixes[ends], of_prefixes[(ends - CONTEXTS).clip(0)])] = start + ends - before
+        for end in range(first, len(token_ids)):
+            for _, key in self._keys(hashes, end):
+                self._places[key] = start + end - before
 
     def find(self, token_ids: Sequence[int], hashes: Sequence[int], most: int) -> tuple[int, Sequence[int]]:
         """Return how many tokens at the end of a sequence agree with those before a place, and what follows there."""
-        starts = [[hashes[max(0, len(token_ids) - size)]] for size in CONTEXTS[:, 0].tolist()]
-        keys = self._keys(np.array(hashes[-1:], dtype=np.uint64), np.array(starts, dtype=np.uint64))
-        context = np.array(token_ids[: -LONGEST - 1 : -1]) + 1
-        for size, place in zip(CONTEXTS[:, 0].tolist(), self._places[keys][:, 0].tolist(), strict=True):
-            stood = self._tokens[max(0, place - len(context)) : place][::-1]
-            length = int((stood == context[: len(stood)]).cumprod().sum())
+        context = token_ids[: -LONGEST - 1 : -1]
+        for size, key in self._keys(hashes, len(token_ids)):
+            place = int(self._places[key])
+            stood = zip(self._tokens[max(0, place - LONGEST) : place][::-1].tolist(), context, strict=False)
+            length = sum(itertools.takewhile(bool, (known == token + 1 for known, token in stood)))
             if length >= min(size, len(context)) and (found := self._tokens[place : place + most].tolist()):
                 return LONGEST if size == WHOLE else length, [each - 1 for each in itertools.takewhile(bool, found)]
         return 0, ()
 
-    def _keys(self, hashes: np.ndarray, of_starts: np.ndarray) -> np.ndarray:
-        """Return where each context is in the table, `[contexts, n]`, by hashes of what ends and begins there."""
-        mixed = (hashes - of_starts * POWERS + CONTEXTS.astype(np.uint64)) * np.uint64(ODD)
-        return (mixed ^ (mixed >> np.uint64(32))) * np.uint64(ODD) >> np.uint64(64 - self._bits)
+    def _keys(self, hashes: Sequence[int], end: int) -> Iterator[tuple[int, int]]:
+        """Yield contexts before an end, the longest first, and where each is in the table."""
+        for size, power in CONTEXTS.items():
+            mixed = (hashes[end] - hashes[max(0, end - size)] * power + size) * ODD % 2**64
+            yield size, mixed >> (64 - self._bits)
 
 
 class NgramMatcher:
