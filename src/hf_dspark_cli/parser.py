@@ -311,9 +311,13 @@ def convert(parser: ArgumentParser) -> None:
     add = parser.add_argument
     add("source", type=model, metavar="SOURCE", help="Hub id or folder of the draft")
     add("destination", type=writable, metavar="DESTINATION", help="folder to write")
-    add("--to", required=True, choices=FORMATS, metavar="FORMAT", help=f"{', '.join(FORMATS[1:])} or {FORMATS[0]}")
+    add("--to", choices=FORMATS, metavar="FORMAT", help=f"{', '.join(FORMATS[1:])} or {FORMATS[0]}")
     add("--target", type=model, metavar="MODEL", help="its target, which some formats describe or copy from")
-    add("--engine", metavar="NAME", help="an engine that must be able to run the result, such as vllm")
+    add(
+        "--engine",
+        metavar="NAME",
+        help="an engine to write for, vllm or sglang: it decides the format, shows a command",
+    )
     _add_layout(parser)
 
 

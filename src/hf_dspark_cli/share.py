@@ -31,6 +31,8 @@ def run_convert(options: Namespace, console: Console) -> bool:
         console.show(f"checked for {', '.join(report.engines)}")
     for note in report.notes:
         console.show(f"note: {note}")
+    if report.launch is not None:
+        console.show(report.launch)
     console.document(asdict(report) | {"folder": str(report.folder)})
     return True
 

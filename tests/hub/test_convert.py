@@ -20,7 +20,7 @@ from hf_dspark.formats.checkpoint import Checkpoint
 from hf_dspark.formats.fields import look_up
 from hf_dspark.formats.tables import FORMATS
 from hf_dspark.formats.translate import config_from_format, recognise
-from hf_dspark.hub.convert import convert_checkpoint, read_checkpoint
+from hf_dspark.hub.convert import convert_checkpoint, launch_command, read_checkpoint
 from hf_dspark.models.slot_cache import SlotCache
 
 SPECULATORS = ("full_vocab_vanilla", "pruned_vocab_vanilla", "swa_causal_vanilla")
@@ -519,6 +519,23 @@ def test_conversion_for_one_engine_asks_what_it_can_run(make_draft, target, tmp_
     assert report.engines == ("sglang",)
     with pytest.raises(ValueError, match="is read by .*, not by 'transformers'"):
         convert_checkpoint(draft, tmp_path / "b", "deepspec", target=target, engine="transformers")
+
+
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+def test_an_engine_decides_the_format_and_its_command_is_that_of_the_manual(make_draft, target, tmp_path, engine):
+    draft = make_draft(target, block_size=7)
+    report = convert_checkpoint(draft, tmp_path / "there", target=target, engine=engine)
+    assert report.engines == (engine,) and str(tmp_path / "there") in report.launch
+    manual = (Path(__file__).parents[2] / "docs" / "sharing.md").read_text().split("\n")
+    assert launch_command(engine, "Qwen/Qwen3-4B", f"for-{engine}", draft.config) in manual
+    assert "TARGET" in launch_command(engine, None, "there", draft.config)
+
+
+def test_a_format_or_an_engine_that_runs_the_draft_is_needed(make_draft, target, tmp_path):
+    for said, message in (({}, "say the format"), ({"engine": "tgi"}, "tgi runs this draft in no format")):
+        with pytest.raises(ValueError, match=message):
+            convert_checkpoint(make_draft(target), tmp_path / "there", target=target, **said)
+    assert not list(tmp_path.iterdir())
 
 
 def test_failed_conversion_leaves_nothing_and_a_good_one_a_full_folder(make_draft, target, tmp_path, monkeypatch):

@@ -6,6 +6,7 @@ Reads and writes the files; what a format says and holds is in the table of `for
 import copy
 import json
 import os
+import shlex
 import shutil
 import tempfile
 from collections.abc import Mapping
@@ -26,7 +27,9 @@ from ..formats.translate import (
     config_to_format,
     draft_model_type,
     engines_of,
+    exports_of,
     find_format,
+    not_exported,
     read_draft_config,
 )
 from ..models.auto import DRAFTS, is_draft
@@ -48,12 +51,13 @@ class ExportReport:
     files: tuple[str, ...]  # their names
     engines: tuple[str, ...]  # programs that can run the draft from it; what each needs was checked
     notes: tuple[str, ...]  # which engines cannot run it and why, and what lies beside it for want of a field
+    launch: str | None = None  # the command by which the wanted engine serves it, if it is known
 
 
 def convert_checkpoint(
     draft: DraftModel | str | os.PathLike,
     output: str | os.PathLike,
-    format: str,
+    format: str | None = None,
     target: Target | None = None,
     *,
     engine: str | None = None,
@@ -66,7 +70,7 @@ def convert_checkpoint(
         draft ([`DraftModel`], `str` or `PathLike`): A draft in memory, or the folder or the repository on the Hub of
             one in any of [`FORMAT_NAMES`].
         output (`str` or `PathLike`): A folder that does not exist or is empty; not the working folder.
-        format (`str`): One of [`FORMAT_NAMES`].
+        format (`str`, *optional*): One of [`FORMAT_NAMES`]. Default: the first one that the engine runs.
         target (`str`, `PathLike`, `PreTrainedConfig` or `PreTrainedModel`, *optional*): The draft's target. The
             embedding and the LM head that a draft brings are compared with its own: copies are left out, others are
             kept, or refused by formats without a place for them. DeepSpec's format holds both. speculators' names the
@@ -108,6 +112,7 @@ def convert_checkpoint(
             raise ValueError(f"the draft's weights are offloaded ({listed(away, 3)}): load it on one device first")
         tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     copies = _take_copies(config, tensors, target)
+    format = format or _format_for(engine, config)
     output.parent.mkdir(parents=True, exist_ok=True)
     with naming(output):
         partial = Path(tempfile.mkdtemp(dir=output.parent, prefix=f".{output.name}."))
@@ -122,7 +127,35 @@ def convert_checkpoint(
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise
-    return ExportReport(output, format, files, engines, notes)
+    return ExportReport(output, format, files, engines, notes, launch_command(engine, target, output, config))
+
+
+def _format_for(engine: str | None, config: DraftConfig) -> str:
+    if engine is None:
+        raise ValueError(f"say the format to write, one of {', '.join(FORMAT_NAMES)}, or an engine such as vllm")
+    exports = exports_of(config)
+    able = [name for name, (engines, _) in exports.items() if engine in engines]
+    if not able:
+        raise ValueError(f"{engine} runs this draft in no format. {not_exported(exports)}")
+    return able[0]
+
+
+def launch_command(
+    engine: str | None, target: Target | None, folder: str | os.PathLike, config: DraftConfig
+) -> str | None:
+    """Return the command of an engine's server for a DSpark draft; the manual has the same."""
+    if config.is_autoregressive or not config.markov_rank:
+        return None
+    model = target if isinstance(target, str | os.PathLike) else getattr(target, "name_or_path", None)
+    folder, size = os.fspath(folder), config.block_size
+    said = json.dumps({"method": "dspark", "model": folder, "num_speculative_tokens": size})
+    flags = ["--speculative-algorithm", "DSPARK", "--speculative-draft-model-path", folder]
+    flags += ["--speculative-dspark-block-size", str(size)]
+    commands = {
+        "vllm": ["vllm", "serve", model, "--speculative-config", said],
+        "sglang": ["python", "-m", "sglang.launch_server", "--model-path", model, *flags],
+    }
+    return shlex.join(str(each or "TARGET") for each in commands[engine]) if engine in commands else None
 
 
 def read_checkpoint(
