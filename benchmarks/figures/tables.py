@@ -6,6 +6,7 @@ Rewrites what stands between `<!-- table: NAME -->` and `<!-- end of table -->` 
 """
 
 import argparse
+import itertools
 import json
 import os
 import re
@@ -294,6 +295,19 @@ def prompt_lookup() -> Rows:
     shown = best_in_bold([[found[way, kind] for kind in kinds] for way in ways])
     for label, row in zip(ways.values(), shown, strict=True):
         yield label, *row
+
+
+@table("trees_answers")
+def answers() -> Rows:
+    """Prompts that come again, with a memory of earlier answers and without."""
+    rows = load("trees_answers")["rows"]
+    taus = {(row["way"], row["regime"], row["epoch"]): row["tau"] for row in rows if "tau" in row}
+    last = max(row["epoch"] for row in rows)
+    yield "τ", "greedy", "greedy, again", "temperature 1", "temperature 1, again"
+    for assistant, name in (("lookup", "`PromptLookup`"), ("draft", "default")):
+        for way, more in ((assistant, ""), (f"{assistant}, answers", ", earlier answers")):
+            places = itertools.product(("greedy", "sampled"), (1, last))
+            yield name + more, *(number(taus[way, regime, epoch]) for regime, epoch in places)
 
 
 @table("trees_blocks")
