@@ -4,6 +4,7 @@ import copy
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import huggingface_hub
 import pytest
@@ -58,7 +59,8 @@ def list_on_hub(monkeypatch):
             def list_models(self, *, filter, search="", **order):
                 asked.append((*filter, search))
                 for name, downloads, files, tags in models:
-                    if {*tags, f"base_model:{NAME}"}.issuperset(filter) and search in Path(name).name:
+                    known = {*tags, *([] if "base_model:" in str(tags) else [f"base_model:{NAME}"])}
+                    if known.issuperset(filter) and search in Path(name).name:
                         siblings = [{"rfilename": file} for file in files]
                         yield ModelInfo(id=name, downloads=downloads, siblings=siblings, tags=list(tags))
 
@@ -151,6 +153,37 @@ def test_without_the_hub_the_cache_is_searched(target, folder, altered, cache, m
         f"someone/{name}" for name in ("named", "other-draft", "uncarded", "misfit", "unreadable")
     }
     assert "is no name on the Hub" in where
+
+
+BASE = "someone/base"
+OF_BASE = f"its card names {BASE}, which this target was made from: it may accept less"
+
+
+@pytest.mark.parametrize("kind", ["card on the Hub", "card in the folder", "adapter in the folder", "adapter"])
+@pytest.mark.parametrize("offline", [False, True])
+def test_a_fine_tune_for_which_there_is_none_takes_a_draft_of_its_base(
+    target, folder, tmp_path, list_on_hub, cache, monkeypatch, kind, offline, caplog
+):
+    cache("someone/dspark-base", folder, BASE)
+    (home := tmp_path / "made").mkdir()
+    if kind == "card on the Hub":
+        load = search.ModelCard.load
+        card = search.ModelCard(f"---\nbase_model: [{BASE}, {NAME}]\n---\n")
+        monkeypatch.setattr(search.ModelCard, "load", lambda name: card if name == NAME else load(name))
+    elif kind == "adapter":
+        target.name_or_path = BASE
+        target.peft_config = {"default": SimpleNamespace(base_model_name_or_path=BASE)}
+    else:
+        target.name_or_path = str(home)
+        (home / "README.md").write_text(f"---\nbase_model: {BASE}\n---\n" if kind == "card in the folder" else "")
+        (home / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": BASE}))
+    if not offline:
+        list_on_hub((str(tmp_path / "cache/models--someone--dspark-base"), 7, [], [search.TAG, f"base_model:{BASE}"]))
+    where, found = find_drafts(target)
+    assert len(found) == 1 and found[0][2].startswith(OF_BASE), found
+    assert ("on the Hub" == where) is not offline
+    if offline:
+        assert attach(target).draft.name_or_path == "someone/dspark-base" and "it may accept less" in caplog.text
 
 
 def test_without_hub_and_cache_there_is_none(target, cache):
