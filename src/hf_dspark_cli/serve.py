@@ -16,15 +16,17 @@ from types import SimpleNamespace
 from typing import Any
 from weakref import WeakSet
 
+from accelerate.utils import get_max_memory
 from transformers import PreTrainedModel
 from transformers.cli.chat import Chat
 from transformers.cli.serve import Serve
 from transformers.cli.serving.model_manager import ModelManager
 from transformers.cli.serving.utils import BaseHandler, GenerateManager, _GenerationCancelled, _StreamError
 
-from hf_dspark.decoding.attach import attach
+from hf_dspark.decoding.attach import AUTO, NGRAM, attach
 from hf_dspark.decoding.reversible import JsonGrammars, XGrammarProcessor
 from hf_dspark.decoding.together import Asked, decode_waiting
+from hf_dspark.hub.inspection import memory_needed
 from hf_dspark.models.auto import names_a_draft
 
 from . import Console
@@ -112,6 +114,7 @@ def _schema_of(body: Mapping[str, Any]) -> dict[str, Any] | None:
 
 def run_serve(options: Namespace, console: Console) -> bool:
     settings = values_of(options, "quiet", "host", "port", "enable_cors")
+    settings["note"] = console.note
     with _listen(options.host, options.port) as listener, _loaded(options, **settings) as (serve, served):
         host = f"[{options.host}]" if ":" in options.host else options.host
         served["url"] = f"http://{host}:{listener.getsockname()[1]}/v1"
@@ -151,9 +154,32 @@ def _listen(host: str, port: int) -> socket.socket:
         raise ValueError(f"cannot listen at port {port} of {host} ({why}): {cure}") from error
 
 
+def _memory(options: Namespace) -> dict[str, int]:
+    """Return the bytes that weights and 1,000 tokens will take, and those that are free, before anything is loaded."""
+    named = [options.model] + [options.draft] * (options.draft not in (AUTO, NGRAM))
+    device, bits = get_max_memory(), 4 * bool(options.load_in_4bit) or 8 * bool(options.load_in_8bit)
+    on_cpu = options.device_map == "cpu" or device.keys() == {"cpu"}
+    needed = [memory_needed(name, options.dtype, bits if name == options.model else 0) for name in named]
+    return {
+        "weights": sum(weights for weights, _ in needed),
+        "kv_cache_of_1000_tokens": 1000 * sum(cache for _, cache in needed),
+        "free": device["cpu"] if on_cpu else sum(free for where, free in device.items() if where != "cpu"),
+    }
+
+
+def _memory_text(memory: dict[str, int]) -> str:
+    weights, cache, free = (f"{memory[name] / 2**20:,.0f} MiB" for name in memory)
+    said = f"memory: {weights} for weights, {cache} for each 1,000 tokens that are cached; {free} are free"
+    fits = memory["weights"] + memory["kv_cache_of_1000_tokens"] < memory["free"]
+    return said if fits else f"{said}: it will not fit, take a smaller model or --load_in_4bit"
+
+
 @contextmanager
-def _loaded(options: Namespace, quiet: bool = False, **settings: Any) -> Iterator[tuple[Serve, dict[str, Any]]]:
-    """Yield transformers' server, and what it serves: the names of a model and its draft, and whether it can chat.
+def _loaded(
+    options: Namespace, quiet: bool = False, note: Callable[[str], None] | None = None, **settings: Any
+) -> Iterator[tuple[Serve, dict[str, Any]]]:
+    """Yield transformers' server, and what it serves: the names of a model and its draft, whether it can chat, and
+    the memory that is needed, which is noted before it is taken.
 
     A model in a folder is named after it, and served from the folder around it: no answer tells a path.
     """
@@ -168,6 +194,10 @@ def _loaded(options: Namespace, quiet: bool = False, **settings: Any) -> Iterato
             raise ValueError(f"{name} is a draft: name its target, and the draft as --draft")
         around, name = os.path.split(os.path.abspath(name))
     served: dict[str, Any] = {"model": name}
+    with suppress(OSError, ValueError, TypeError):  # who loads them says what is wrong
+        served["memory"] = _memory(options)
+        if note is not None:
+            note(_memory_text(served["memory"]))
     known, load = WeakSet(), ModelManager.load_model_and_processor
 
     def load_and_attach(manager: ModelManager, called: str, *args: Any, **kwargs: Any):

@@ -180,6 +180,12 @@ def test_the_command_says_where_it_is_answers_and_ends_with_ctrl_c(folder):
             connection = HTTPConnection(found["url"].split("/")[2], timeout=60)
             connection.request("POST", TEXT, json.dumps({"prompt": "w05", "max_tokens": 3}), JSON)
             assert connection.getresponse().status == 200 and found["model"] == "target"
+            assert (
+                found["memory"]["free"]
+                > found["memory"]["weights"]
+                > found["memory"]["kv_cache_of_1000_tokens"] / 9
+                > 0
+            )
             connection.close()
             process.send_signal(signal.SIGINT)
             assert process.wait(60) == 0 and process.stdout.read() == process.stderr.read() == ""
@@ -207,6 +213,15 @@ def refusal(words: str, capsys) -> str:
     printed = capsys.readouterr()
     assert printed.out == "" and "Traceback" not in printed.err
     return printed.err.rstrip("\n").split("\n")[-1]
+
+
+@needs_server
+def test_memory_is_told_before_a_model_is_loaded_also_where_it_does_not_fit(folder, capsys, monkeypatch):
+    monkeypatch.setattr("hf_dspark_cli.serve._Server", lambda *_, **__: 1 / 0)
+    for free, said in ((2**40, "are free\n"), (1000, "it will not fit")):
+        monkeypatch.setattr("hf_dspark_cli.serve.get_max_memory", lambda free=free: {"cpu": free})
+        main(["serve", f"{folder}/target", "--draft", f"{folder}/draft", "--port", "0"])
+        assert said in capsys.readouterr().err.partition("Traceback")[0]
 
 
 def test_a_port_that_is_taken_is_told_before_a_model_is_loaded(folder, capsys, monkeypatch):

@@ -9,6 +9,7 @@ from safetensors.torch import load_file, save_file
 
 from hf_dspark import convert_checkpoint, inspect_draft
 from hf_dspark.formats.checkpoint import Checkpoint
+from hf_dspark.hub.inspection import memory_needed
 from hf_dspark.models.auto import load_draft
 from tests.training.tiny import tiny_pair
 
@@ -119,3 +120,19 @@ def test_what_other_projects_have_written_is_described(folder):
 def test_what_is_no_checkpoint_at_all_is_an_error(tmp_path):
     with pytest.raises(ValueError, match="has no config.json"):
         inspect_draft(tmp_path)
+
+
+def test_memory_is_told_from_config_and_headers(make_target, make_draft, tmp_path):
+    target = make_target(num_hidden_layers=4, num_key_value_heads=2, head_dim=12)
+    draft = make_draft(target)
+    for name, model, layers in (("target", target, 4), ("draft", draft, 2)):
+        model.save_pretrained(tmp_path / name)
+        weights, cache = memory_needed(str(tmp_path / name))
+        stored = sum(each.numel() for each in load_file(tmp_path / name / "model.safetensors").values())
+        assert (weights, cache) == (4 * stored, layers * 2 * 2 * 12 * 4)
+        assert memory_needed(str(tmp_path / name), "bfloat16") == (2 * stored, cache // 2)
+        assert memory_needed(str(tmp_path / name), "bfloat16", bits=4) == (stored // 2, cache // 2)
+    config = json.loads((tmp_path / "target" / "config.json").read_text())
+    config["layer_types"] = ["linear_attention"] * 3 + ["full_attention"]
+    (tmp_path / "target" / "config.json").write_text(json.dumps(config))
+    assert memory_needed(str(tmp_path / "target"))[1] == 2 * 2 * 12 * 4

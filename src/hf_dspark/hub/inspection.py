@@ -13,13 +13,14 @@ from ..formats.checkpoint import Checkpoint
 from ..formats.fields import Format
 from ..formats.keys import read_from
 from ..formats.tables import OURS
-from ..formats.translate import exports_of, not_exported, recognise, stored_names
+from ..formats.translate import exports_of, not_exported, read_draft_config, recognise, stored_names
 from ..models.auto import DRAFTS
 from ..models.configuration_draft import DraftConfig
 from ..models.modeling_draft import check_fits
 from .card import draft_kind
 from .convert import Target, read_with_copies, target_facts
 
+SIZES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}  # bytes, by the names of safetensors
 INTEGERS = ("I64", "I32", "BOOL")
 BROUGHT = ("embed_tokens.weight", "lm_head.weight", "d2t")  # what a draft need not borrow
 
@@ -91,6 +92,23 @@ def inspect_draft(
     except ValueError as error:
         return DraftReport(checkpoint.name, found, str(error))
     return DraftReport(checkpoint.name, found)
+
+
+def memory_needed(name: str, dtype: str | None = None, bits: int = 0) -> tuple[int, int]:
+    """Return about how many bytes the weights of a model or a draft take, and its keys and values of a token. They are
+    loaded as they are stored, or in a dtype; with so many bits if they are quantised."""
+    name, _, revision = (name, "", "") if os.path.exists(name) else name.partition("@")
+    checkpoint = Checkpoint(name, **({"revision": revision} if revision else {}))
+    config = read_draft_config(checkpoint)
+    config, infos = config.get("text_config") or config, checkpoint.tensors.values()
+    given, stored = getattr(torch, str(dtype), None), max((SIZES.get(info.dtype, 1) for info in infos), default=0)
+    number = given.itemsize if given else stored
+    weights = sum(prod(info.shape) for info in infos) * (bits / 8 or number)
+    kinds = config.get("layer_types") or ["attention"] * config.get("num_hidden_layers", 0)
+    layers = sum(kind.endswith("attention") and not kind.startswith("linear") for kind in kinds)
+    heads = config.get("num_attention_heads", 0)
+    size = config.get("head_dim") or config.get("hidden_size", 0) // max(1, heads)
+    return int(weights), 2 * layers * (config.get("num_key_value_heads") or heads) * size * number
 
 
 def _described(config: DraftConfig, checkpoint: Checkpoint, entry: Format | None) -> dict[str, Any]:
