@@ -2,12 +2,12 @@
 
 python benchmarks/accelerator.py --minutes 25 --output_dir benchmarks/results/accelerator
 
-Each step runs in a process of its own and leaves a file as soon as it is done; a step whose file is there is skipped,
-so that the same command goes on after an interruption or a time limit. A step that fails is recorded and tried again
-by the next call. `--device cpu --rehearse` runs every step at its smallest size, to see that the script works.
+Each step runs in a process of its own and leaves a file when it is done; the same command goes on with the others,
+and tries again what failed. `--device cpu --rehearse` runs every step at its smallest size.
 """
 
 import argparse
+import itertools
 import json
 import subprocess
 import sys
@@ -19,7 +19,6 @@ import torch
 ROOT = Path(__file__).parent.parent
 GEOMETRIES = ("qwen3-0.6b", "qwen3-4b", "qwen3-8b")
 ROWS = (1, 8, 32)
-LEAST_SECONDS = 20.0  # with less time left, nothing is begun
 
 
 def steps(rehearse: bool) -> dict[str, tuple[str, float]]:
@@ -30,10 +29,9 @@ def steps(rehearse: bool) -> dict[str, tuple[str, float]]:
         "tests": ("-m pytest tests/gpu -m gpu --junitxml {output}", 5.0),
         "table_pair": (f"benchmarks/pair.py table --models pair --dtype bfloat16{common}", 2.0),
     }
-    for name in geometries:
-        for count in rows:
-            words = f"benchmarks/loop.py replay --geometry {name} --rows {count}{common}"
-            found[f"loop_{name}_{count}"] = (words, 4.0)
+    for name, count in itertools.product(geometries, rows):
+        words = f"benchmarks/loop.py replay --geometry {name} --rows {count}{common}"
+        found[f"loop_{name}_{count}"] = (words, 4.0)
     for name in geometries:
         found[f"table_{name}"] = (f"benchmarks/pair.py table --models {name} --dtype bfloat16{common}", 3.0)
     found["drafting"] = (f"benchmarks/gemm.py top_k{common}", 3.0)
@@ -75,7 +73,7 @@ def main() -> int:
         left = ends - time.monotonic()
         if any(folder.glob(f"{name}.json")) or any(folder.glob(f"{name}.xml")):
             outcomes[name] = "done before"
-        elif left < LEAST_SECONDS:
+        elif left < 20:
             outcomes[name] = "no time left"
         else:
             outcomes[name] = run(name, words, folder, options.device, min(left, 60 * minutes))

@@ -10,6 +10,8 @@ import itertools
 import json
 import random
 import statistics
+import subprocess
+import sys
 import time
 import types
 import typing
@@ -290,11 +292,40 @@ def acceptance(
 # ---- models and prompts
 
 
+def load_target(folder: Path, dtype: str = "float32") -> tuple[PreTrainedModel, Any]:
+    """Return a target and its tokenizer."""
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval(), AutoTokenizer.from_pretrained(folder)
+
+
 def load_pair(dtype: str = "float32", folder: Path = PAIR) -> tuple[PreTrainedModel, DSparkDraftModel, Any]:
     """Return target, draft and tokenizer of the shipped pair, or of one in another folder's `target` and `draft`."""
-    target = AutoModelForCausalLM.from_pretrained(folder / "target", dtype=dtype).eval()
-    draft = DSparkDraftModel.from_pretrained(folder / "draft", dtype=dtype).eval()
-    return target, draft, AutoTokenizer.from_pretrained(folder / "target")
+    target, tokenizer = load_target(folder / "target", dtype)
+    return target, DSparkDraftModel.from_pretrained(folder / "draft", dtype=dtype).eval(), tokenizer
+
+
+def growth_of_peak(run: Callable[[], T], device: torch.device | str = "cpu") -> tuple[int, T]:
+    """Return by how many bytes the peak of this process exceeds what it held before a call, and what that returns."""
+    if torch.device(device).type == "cuda":
+        held = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        found = run()
+        return torch.cuda.max_memory_allocated() - held, found
+    Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
+    held = resident("VmRSS")
+    found = run()
+    return resident("VmHWM") - held, found
+
+
+def resident(name: str) -> int:
+    """Return a field of this process's status in bytes: VmRSS now, VmHWM at its peak."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return 1024 * int(next(line for line in lines if line.startswith(name)).split()[1])
+
+
+def in_process(*words: Any) -> Any:
+    """Return what another part prints that runs in a process of its own."""
+    done = subprocess.run(map(str, (sys.executable, *words)), check=True, capture_output=True, text=True)
+    return json.loads(done.stdout.splitlines()[-1])
 
 
 def random_pair(

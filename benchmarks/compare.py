@@ -4,17 +4,14 @@ python benchmarks/compare.py --work_dir out/gsm8k --num_answers 3675 --steps 200
     --output benchmarks/results/compare_7350.json
 python benchmarks/compare.py --batch_sizes 1 4 --num_prompts 3 --max_new_tokens 32
 
-Compared are plain `generate()`; transformers' prompt lookup, assisted generation and DFlash, which take one sequence;
-and EAGLE-3, DFlash and DSpark of this package. DSpark verifies whole blocks, stops at a confidence threshold, is
-scheduled by step times that the same run measures first, or decodes as users get it. Without `--work_dir`, the shipped
+Of transformers: plain `generate()`, prompt lookup, assisted generation and DFlash, which take one sequence. Of this
+package: EAGLE-3, DFlash and DSpark. The scheduler's step times are measured first. Without `--work_dir`, the shipped
 pair is compared, and what needs no training; with it, models are those of `domains.py`, trained if missing.
 
-A cell is a task, a batch size, a temperature and a context. For each call of a cell all methods decode the same
-prompts in turns. Times are of whole `generate()` calls, divided by the tokens that came out. Sampled answers go on
-until the limit, so that those of all methods have the same length. With `--packed`, all methods multiply by packed
-weights; "plain, as it is" is plain `generate()` as users run it. Long contexts are the prompt after other text of its
-task; `--positions` lets the models read more than they were made for. The full run takes some hours. It writes after
-each cell; `--resume FILE` goes on from what an interrupted run has written.
+In a cell, all methods decode the same prompts in turns. Times are of whole calls, by the tokens that came out. Sampled
+answers all go on until the limit. With `--packed`, all methods multiply by packed weights; "plain, as it is" is plain
+`generate()` as users run it. Long contexts are the prompt after other text of its task; `--positions` lets the models
+read more than they were made for. A full run takes hours; `--resume FILE` goes on from what an interrupted one wrote.
 """
 
 import itertools
@@ -145,7 +142,6 @@ def method_summary(calls: Sequence[Mapping[str, Any]], method: str, batch_size: 
     return {
         "seconds_per_token": statistics.median(own),
         "speedup": statistics.median(plain) / statistics.median(own),
-        "paired_speedup": statistics.median(p / o for p, o in zip(plain, own, strict=True)),
         "tokens_per_pass": sum(run["tokens"] for run in runs) / sum(run["passes"] for run in runs) / batch_size,
         "identical_rows": sum(run["identical"] for run in runs) if greedy else None,
         "rows": batch_size * len(runs),

@@ -23,8 +23,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from bench import GREEDY, REGIMES, ROOT, SAMPLING, acceptance, held_out_prompts, load_pair, main
-from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, Trainer
+from bench import GREEDY, REGIMES, ROOT, SAMPLING, acceptance, held_out_prompts, load_pair, load_target, main
+from transformers import AutoModel, AutoModelForCausalLM, PreTrainedModel, Trainer
 from transformers.trainer_utils import get_last_checkpoint
 
 from hf_dspark import (
@@ -108,26 +108,16 @@ class Workshop:
     regimes: Sequence[str] = ("sampled", "greedy")
 
     def domains(self) -> list[str]:
-        """Return the domains whose training and test rows are there.
-
-        Raises:
-            ValueError: If there is none, or no target.
-        """
+        """Return the domains whose training and test rows are there."""
         parts = ("train", "test")
         found = [name for name in DOMAINS if all((self.folder / f"{name}_{part}.jsonl").exists() for part in parts)]
         if not found or not (self.folder / "target").exists():
-            raise ValueError(
-                f"{self.folder} must hold a folder target, and DOMAIN_train.jsonl and DOMAIN_test.jsonl of one of "
-                f"{', '.join(DOMAINS)} or more: make them as benchmarks/domains.py says in its first lines"
-            )
+            needed = f"target, and DOMAIN_train.jsonl and DOMAIN_test.jsonl of one of {', '.join(DOMAINS)} or more"
+            raise ValueError(f"{self.folder} must hold {needed}: make them as benchmarks/domains.py says")
         return found
 
     def rows(self, domain: str, part: str) -> Rows:
         return [json.loads(line) for line in (self.folder / f"{domain}_{part}.jsonl").read_text().splitlines()]
-
-    def target(self) -> tuple[PreTrainedModel, Any]:
-        target = AutoModelForCausalLM.from_pretrained(self.folder / "target", dtype="float32").eval()
-        return target, AutoTokenizer.from_pretrained(self.folder / "target")
 
     def answers(self, target: PreTrainedModel, tokenizer: Any) -> Rows:
         """Return what drafts learn from: the target's answers, domain and regime by turns, as token ids.
@@ -173,31 +163,29 @@ class Workshop:
 
     def models(self, rivals: Collection[str] = RIVALS, block_size: int = GAMMA) -> Models:
         """Train what is missing, calibrate DSpark's draft in both regimes, and load it with its rivals."""
-        domains, (target, tokenizer) = self.domains(), self.target()
+        domains, (target, tokenizer) = self.domains(), load_target(self.folder / "target")
         rows = self.answers(target, tokenizer)
 
         def trained(name: str) -> Any:
             return self.draft(name, target, tokenizer, rows, block_size)
 
-        dspark, found = trained("dspark_2"), {}
+        dspark = trained("dspark_2")
         prompts = [row["prompt"] for domain in domains for row in self.rows(domain, "train")[-50:]]
         for regime, sampling in REGIMES.items():
             file = self.folder / f"rounds_{block_size}_{self.steps}_{regime}.jsonl"
             limits = {"max_new_tokens": 160, "output_file": file}
             calibrate(target, dspark, prompts, tokenizer, domain=regime, **limits, **sampling)
-        if "dflash" in rivals:
-            found["dflash"] = trained("dflash_2")
-        if "eagle3" in rivals:
-            found["eagle3"] = trained("eagle3")
-        if "fill_in" in rivals:
-            native = self.folder / f"dflash_{block_size}_{self.steps}_transformers"
-            found["fill_in"] = transformers_dflash(trained("dflash_fill_in_2"), target, native)
-        if "assistant" in rivals:  # any causal language model with the target's tokenizer
-            found["assistant"] = AutoModelForCausalLM.from_pretrained(self.folder / "assistant", dtype="float32")
+        native = self.folder / f"dflash_{block_size}_{self.steps}_transformers"
+        makers = {
+            "dflash": lambda: trained("dflash_2"),
+            "eagle3": lambda: trained("eagle3"),
+            "fill_in": lambda: transformers_dflash(trained("dflash_fill_in_2"), target, native),
+            # any causal language model with the target's tokenizer
+            "assistant": lambda: AutoModelForCausalLM.from_pretrained(self.folder / "assistant", dtype="float32"),
+        }
+        found, tests = {name: makers[name]() for name in rivals}, {name: self.rows(name, "test") for name in domains}
         facts = {"rows": len(rows), "steps": self.steps, "num_anchors": self.num_anchors, "block_size": block_size}
-        return Models(
-            target, tokenizer, {name: self.rows(name, "test") for name in domains}, dspark, **found, facts=facts
-        )
+        return Models(target, tokenizer, tests, dspark, **found, facts=facts)
 
 
 def shipped_models() -> Models:
@@ -226,19 +214,13 @@ def train_to_the_end(trainer: Trainer, model: PreTrainedModel, folder: Path) -> 
     trainer.evaluate()
     model.config.use_cache = True  # Trainer had switched it off
     model.save_pretrained(folder)
-    kept = ("step", "loss", "tau", "eval_tau", "eval_loss")
-    curve = [
-        {key: round(value, 4) for key, value in entry.items() if key in kept} for entry in trainer.state.log_history
-    ]
+    kept, history = ("step", "loss", "tau", "eval_tau", "eval_loss"), trainer.state.log_history
+    curve = [{key: round(value, 4) for key, value in entry.items() if key in kept} for entry in history]
     (folder / "curve.json").write_text(json.dumps(curve))
 
 
 def note_recipe(folder: Path, recipe: dict[str, Any]) -> None:
-    """Write down how the model of a folder is trained, with the revision that begins it.
-
-    Raises:
-        ValueError: If the folder holds a model that was trained in another way: scripts share folders.
-    """
+    """Write down how the model of a folder is trained, or refuse one that was trained in another way."""
     path = folder / "recipe.json"
     if path.exists():
         if (before := json.loads(path.read_text())["recipe"]) != recipe:
@@ -259,13 +241,14 @@ def measured_acceptance(
     shop: Workshop, target: PreTrainedModel, draft: Any, tokenizer: Any, num_prompts: int
 ) -> dict[str, dict[str, dict[str, Any]]]:
     """Return the acceptance of whole blocks on held-out prompts, by domain and regime."""
-    measured: dict[str, dict[str, dict[str, Any]]] = {}
-    for domain in shop.domains():
-        prompts = shop.rows(domain, "test")[:num_prompts]
-        for regime, sampling in {"temperature 1": SAMPLING, "greedy": GREEDY}.items():
-            found = acceptance(target, draft, prompts, tokenizer, max_new_tokens=160, **sampling)
-            measured.setdefault(domain, {})[regime] = found
-    return measured
+    asked = {domain: shop.rows(domain, "test")[:num_prompts] for domain in shop.domains()}
+    return {
+        domain: {
+            regime: acceptance(target, draft, prompts, tokenizer, max_new_tokens=160, **sampling)
+            for regime, sampling in {"temperature 1": SAMPLING, "greedy": GREEDY}.items()
+        }
+        for domain, prompts in asked.items()
+    }
 
 
 def kinds(
@@ -277,7 +260,7 @@ def kinds(
 ) -> dict[str, Any]:
     """Tokens per round of every kind of draft, by domain."""
     shop = Workshop(work_dir, num_answers, steps, num_anchors=32, regimes=("sampled",))
-    target, tokenizer = shop.target()
+    target, tokenizer = load_target(work_dir / "target")
     rows, found = shop.answers(target, tokenizer), {}
     for name in drafts:
         draft = shop.draft(name, target, tokenizer, rows)

@@ -18,13 +18,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from bench import (
-    Dtype,
-    in_turns,
-    main,
-    random_pair,
-    timed,
-)
+from bench import Dtype, in_turns, main, random_pair, timed
 from tqdm import tqdm
 
 from hf_dspark import DSparkDraftModel, fast_linears

@@ -7,29 +7,23 @@ python benchmarks/loop.py memory --output benchmarks/results/memory.json
 python benchmarks/loop.py operations --output benchmarks/results/operations.json
 
 `replay` has random weights of a larger model: each round accepts as many drafts as a recorded round of the shipped
-pair. Its times are without the prefill. `limit` is the speed-up that the passes alone allow:
-tau * T_target(1) / (T_draft + T_target(1 + l)), of the passes of these rounds and of plain steps.
+pair. Its times are without the prefill.
 `batch` decodes batches of held-out prompts. `memory` is the peak of a batch, of plain `generate()` and of the loop.
 `operations` are what a round asks of a pretended accelerator (`tests/gpu`), by phase, beside a plain step.
 """
 
 import itertools
-import json
-import resource
 import statistics
-import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack
-from pathlib import Path
 from typing import Any, Literal
 from unittest import mock
 
 import bench
 import torch
 from tqdm import tqdm
-from transformers import DynamicCache
 
 from hf_dspark import FullBlock, Policy, Rounds, Scheduler
 from hf_dspark.decoding import loop as decoding_loop
@@ -48,26 +42,12 @@ PLAIN_TOKENS = 16  # of a plain call with random weights, for each row
 Cell = dict[str, Any]
 
 
-@torch.no_grad()
-def plain_steps(target, prompt: torch.Tensor, repetitions: int = 5) -> list[float]:
-    """Return the seconds of plain steps in a row after a prompt. Each grows the cache, as in plain decoding."""
-    cache = DynamicCache(config=target.config)
-    target(prompt, past_key_values=cache, logits_to_keep=1)
-    step = {"plain": lambda: target(prompt[:, :1], past_key_values=cache)}
-    # The first passes after another model's are slower.
-    return bench.in_turns(step, repetitions, warm_up=5, device=prompt.device)["plain"]
-
-
-def cell_of(runs: dict[str, list[bench.Call]], steps: list[float]) -> Cell:
-    """Return what the calls of some ways came to, and what their passes allow."""
+def cell_of(runs: dict[str, list[bench.Call]]) -> Cell:
+    """Return what the calls of some ways came to."""
     medians, tau = {way: bench.median_per_token(calls) for way, calls in runs.items()}, bench.joined(runs["own"]).tau
     rounds = {way: of_round(bench.joined(calls)) for way, calls in runs.items() if calls[0].rounds is not None}
-    alone = {name: rounds.get("own_packed", rounds["own"])[name] for name in ("draft", "verify")}
-    alone["plain_step"] = 1e3 * statistics.median(steps)
-    limit = tau * alone["plain_step"] / (alone["draft"] + alone["verify"])
     per_token = {way: 1e3 * seconds for way, seconds in medians.items()}
-    times = {"ms_per_token": per_token, "forwards_ms": alone, "rounds_ms": rounds}
-    return {"tau": tau, **bench.speedups(medians), "limit": limit, **times}
+    return {"tau": tau, **bench.speedups(medians), "ms_per_token": per_token, "rounds_ms": rounds}
 
 
 def of_round(rounds: Rounds) -> dict[str, float]:
@@ -109,7 +89,6 @@ def replayed_cell(
     ways, accepted = bench.ways_of(target.device, compiled), bench.recorded_acceptance()
     prompts = (torch.arange(rows * context).view(rows, -1) % 1000 + 5).tolist()
     runs: dict[str, list[bench.Call]] = {way.name: [] for way in ways}
-    steps: list[float] = []
     for index in tqdm(range(-1, repetitions), desc=f"{rows} rows, {regime}"):
         for way in ways:
             limits = {"max_new_tokens": 1 + (new_tokens if way.drafted else PLAIN_TOKENS), **SAMPLINGS[regime]}
@@ -120,9 +99,7 @@ def replayed_cell(
                 call = bench.decode(target, prompts, max(index, 0), draft if way.drafted else None, True, **limits)
             if index >= 0:  # the first round warms up
                 runs[way.name].append(call)
-        if index >= 0:
-            steps += plain_steps(target, torch.tensor(prompts, device=target.device))
-    return cell_of(runs, steps)
+    return cell_of(runs)
 
 
 def batch(rows: tuple[int, ...] = (8, 32, 64), repetitions: int = 5, compiled: bool = False) -> Iterator[Cell]:
@@ -214,9 +191,8 @@ def memory(rows: int = 16, new_tokens: int = 512, only: Literal["plain", "assist
         return peak(only == "assisted", rows, new_tokens)
     cells: Cell = {}
     for name in ("plain", "assisted"):
-        words = [sys.executable, __file__, "memory", "--only", name, "--rows", rows, "--new_tokens", new_tokens]
-        done = subprocess.run(map(str, words), check=True, capture_output=True, text=True)
-        cells[name] = json.loads(done.stdout.splitlines()[-1])
+        words = "memory", "--only", name, "--rows", rows, "--new_tokens", new_tokens
+        cells[name] = bench.in_process(__file__, *words)
     plain, assisted = cells["plain"]["peak_bytes"], cells["assisted"]["peak_bytes"]
     cells["over_plain"] = assisted / plain
     cells["over_plain_without_draft_cache"] = (assisted - cells["assisted"]["draft_cache_bytes"]) / plain
@@ -232,9 +208,7 @@ def peak(assisted: bool, rows: int, new_tokens: int) -> Cell:
     options = {"do_sample": False, **({"assistant_model": draft} if assisted else {})}
     with bench.decoding(draft, FullBlock()):
         target.generate(**{name: value[:1] for name, value in inputs.items()}, max_new_tokens=8, **options)
-        held = int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
-        output = target.generate(**inputs, **lengths, **options)
-    grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - held
+        grown, output = bench.growth_of_peak(lambda: target.generate(**inputs, **lengths, **options))
     stores = output.past_key_values.conversation.draft_cache.stores.values() if assisted else ()
     return {"peak_bytes": grown, "draft_cache_bytes": sum(store.nbytes for store in stores)}
 

@@ -5,10 +5,9 @@ python benchmarks/pair.py thresholds --output benchmarks/results/threshold_sweep
 python benchmarks/pair.py table --models qwen3-0.6b --dtype bfloat16
 
 `calibrate` fits both regimes on other questions of GSM8K's test file, stores the fits in the pair's config.json, and
-writes results/calibration.json (ECE, AUC, Brier, reliability bins of held-out questions) and results/pair_rounds.json
-(their rounds with calibrated confidences, which the simulator replays). It resumes. `thresholds` measures acceptance
-against tokens per round as the threshold rises: Figure 5. `table` measures this machine for the package's `tables`
-folder: the pair, or a geometry with random weights.
+writes results/calibration.json and results/pair_rounds.json, which the simulator replays. It resumes. `thresholds`
+measures Figure 5. `table` measures this machine for the package's `tables` folder: the pair, or a geometry with random
+weights.
 """
 
 from dataclasses import asdict

@@ -7,13 +7,10 @@ python benchmarks/revisions.py ../before . --models out/smollm2/target examples/
 python benchmarks/revisions.py . . --ways drafts compiled-drafts
 python benchmarks/revisions.py . . --ways compiled-plain compiled-drafts
 
-The number is the ratio of median seconds per round, second checkout over first: below one, the second is faster. If
-the ways to decode differ, it is of seconds per token as well. `compiled-drafts` is `DecodingOptions(compile=True)`,
-`compiled-plain` is transformers' static cache, compiled.
-Random weights (`qwen3-0.6b`) accept nothing, so that both run equally many rounds. Decoding is greedy, one row, whole
-blocks, with packed weights. The two processes never compute at the same time. Nothing of `bench.py` is used here: each
-process runs the code of its own checkout, whose names may differ.
-Compiled ways leave out packed weights, which graphs do not use, and so do those that they are compared with.
+The number is the ratio of median seconds per round, second checkout over first, and that of seconds per token, for
+ways that differ. Decoding is greedy, one row, whole blocks, with packed weights unless one is compiled. Random weights
+(`qwen3-0.6b`) accept nothing. The two processes never compute at the same time. Nothing of `bench.py` is used here:
+each process runs the code of its own checkout, whose names may differ.
 """
 
 import argparse
@@ -62,9 +59,7 @@ def work(models: list[str], way: str, packed: bool) -> None:
 
     target, draft, prompts, count = load(models)
     draft.decoding = hf_dspark.DecodingOptions(policy=hf_dspark.FullBlock(), **COMPILED.get(way, {}))
-    assistant: dict[str, Any] = {"assistant_model": draft}
-    if way.endswith("plain"):
-        assistant = {}
+    assistant: dict[str, Any] = {} if way == "plain" else {"assistant_model": draft}
     if way == "compiled-plain":
         compiling = CompileConfig()
         compiling._compile_all_devices = True  # else on a GPU alone
@@ -78,8 +73,7 @@ def work(models: list[str], way: str, packed: bool) -> None:
             seconds = time.perf_counter() - started
             tokens = output[0, ids.shape[1] :].tolist()
             rounds = draft.last_stats.rounds if "assistant_model" in assistant else len(tokens)
-            answer = {"seconds": seconds, "rounds": rounds, "tokens": tokens}
-            print(json.dumps(answer), flush=True)
+            print(json.dumps({"seconds": seconds, "rounds": rounds, "tokens": tokens}), flush=True)
 
 
 class Worker:
@@ -104,9 +98,7 @@ class Worker:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("checkouts", nargs="*", type=Path, help="two of them")
-    parser.add_argument(
-        "--models", nargs="+", default=["pair"], help="pair, qwen3-0.6b, or folders of target and draft"
-    )
+    parser.add_argument("--models", nargs="+", default=["pair"], help="or qwen3-0.6b, or folders of target and draft")
     parser.add_argument("--repetitions", type=int, default=24)
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=["drafts", "drafts"], help="to decode, of each")
     parser.add_argument("--work", action="store_true", help=argparse.SUPPRESS)
@@ -117,9 +109,7 @@ def main() -> None:
     if len(options.checkouts) != 2:
         parser.error(f"two checkouts are needed, got {len(options.checkouts)}")
     workers = [Worker(*each, options) for each in zip(options.checkouts, options.ways, strict=True)]
-    seconds: list[list[float]] = [[], []]
-    by_token: list[list[float]] = [[], []]
-    identical = 0
+    seconds, by_token, identical = ([], []), ([], []), 0
     for prompt in range(-2, options.repetitions):
         answers = {index: workers[index].decode(prompt % 50) for index in ((0, 1) if prompt % 2 else (1, 0))}
         if prompt >= 0:  # the first two warm up

@@ -34,10 +34,7 @@ KNEE = ThroughputTable((1, 512, 8192), (1 / 0.0215, 1 / 0.0215, 1 / 0.3215), dra
 # DSpark Figure 8 under these inputs: mean 1+l by the number of requests.
 REFERENCE = {
     "knee": (KNEE, {1: 6.0, 64: 6.0, 100: 5.12, 128: 4.0, 150: 3.41, 200: 2.56, 256: 2.0, 384: 1.39, 1024: 1.16}),
-    "line": (
-        linear_cost(3e-5, 0.02, 0.0015),
-        {8: 6.0, 32: 5.88, 64: 5.56, 128: 5.04, 256: 4.34, 512: 3.5, 1024: 2.71},
-    ),
+    "line": (linear_cost(3e-5, 0.02, 0.0015), {8: 6, 32: 5.88, 64: 5.56, 128: 5.04, 256: 4.34, 512: 3.5, 1024: 2.71}),
 }
 BETWEEN = (1, 2, 4, 8, 16, 32, 48, 512, 768)  # concurrencies without a reference
 RECORDED_REQUESTS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
@@ -95,13 +92,13 @@ def recorded_draws(recording: Recording, sizes: Sequence[int], rng: numpy.random
     return draws
 
 
+def causal(cost: ThroughputTable) -> dict[str, Policy]:
+    return {"Algorithm 1": EarlyStopScheduler(cost), "hull + fill": Scheduler(cost, trees=False, skip=False)}
+
+
 def relative_throughput(draws: Sequence[Draw], cost: ThroughputTable) -> dict[str, float]:
     """Return the mean over the draws of each scheduler's expected throughput over the oracle's."""
-    policies = {
-        "Algorithm 1": EarlyStopScheduler(cost),
-        "hull + fill": Scheduler(cost, trees=False, skip=False),
-        "lagged budget + top-K": Scheduler(cost, lag=LAG, skip=False),
-    }
+    policies = causal(cost) | {"lagged budget + top-K": Scheduler(cost, lag=LAG, skip=False)}
     best = [draw.throughput(GlobalScheduler(cost), cost) for draw in draws]
     return {
         name: statistics.fmean(draw.throughput(policy, cost) / most for draw, most in zip(draws, best, strict=True))
@@ -138,12 +135,7 @@ def budget_row(draws: Sequence[Draw], cost: ThroughputTable, reference: float | 
     """Return what is verified and gained at one concurrency, that of the draws: mean 1+l, expected tokens per second,
     and how far Algorithm 1 is from a reference."""
     requests = len(draws[0].confidence)
-    policies = {
-        "full block": FullBlock(),
-        "Algorithm 1": EarlyStopScheduler(cost),
-        "hull + fill": Scheduler(cost, trees=False, skip=False),
-        "oracle": GlobalScheduler(cost),
-    }
+    policies = {"full block": FullBlock(), **causal(cost), "oracle": GlobalScheduler(cost)}
     verified, gained = {"autoregressive": 1.0}, {"autoregressive": requests / cost.plain_seconds(draws[0].load)}
     for name, policy in policies.items():
         verified[name] = 1 + statistics.fmean(float(draw.lengths_of(policy).double().mean()) for draw in draws)
@@ -165,13 +157,10 @@ def throughput(
     """Compute what the schedulers gain on jagged step times, and what they verify by concurrency."""
     rng, recording = numpy.random.default_rng(0), Recording.load()
     draws = recorded_draws(recording, rng.integers(1, JAGGED_REQUESTS + 1, num_draws).tolist(), rng)
-    budget = {
-        name: [
-            reference_budget(name, requests, num_rows, rng)
-            for requests in tqdm(sorted({*reference, *BETWEEN}), desc=name)
-        ]
-        for name, (_, reference) in REFERENCE.items()
-    }
+    budget = {}
+    for name, (_, reference) in REFERENCE.items():
+        sizes = tqdm(sorted({*reference, *BETWEEN}), desc=name)
+        budget[name] = [reference_budget(name, requests, num_rows, rng) for requests in sizes]
     if table is not None:
         cost = ThroughputTable.load(table)
         budget["recorded"] = [

@@ -8,11 +8,10 @@ python benchmarks/simulator.py frontier --curves vidur_linear_layer_ms_vs_tokens
 Each step decodes one round of all active requests. Its duration comes from a cost, its tokens from the recording.
 Prefill, memory limits and the scheduler's own time are not modelled.
 
-`trace` serves the requests of a trace, a CSV file with a column `Timestamp` in seconds (AdaSpec's), at several rates.
-Lengths of prompts and answers are drawn. The limit of the time per output token is the 90th percentile of plain
-decoding at the first rate, as in AdaSpec. `frontier` keeps R requests active and measures the throughput and the speed
-that each user sees, for many R: DSpark's Figure 7. Step times of GPUs are those of the linear layers; for drafting,
-they get `DRAFT_SHARE` of the shortest step on top.
+`trace` serves a trace, a CSV file with a column `Timestamp` in seconds (AdaSpec's), at several rates, with drawn
+lengths. The limit of the time per output token is the 90th percentile of plain decoding at the first rate, as in
+AdaSpec. `frontier` keeps R requests active, for many R: DSpark's Figure 7. Step times of GPUs are those of the linear
+layers; drafting adds `DRAFT_SHARE` of the shortest step.
 """
 
 import csv
@@ -27,10 +26,10 @@ from typing import Any
 import numpy
 import torch
 from bench import RESULTS, main
-from policy_baselines import EarlyStopScheduler, EliminationScheduler, GlobalScheduler
+from policy_baselines import EliminationScheduler
 from tqdm import tqdm
 
-from hf_dspark import ConfidenceThreshold, FullBlock, Policy, Scheduler, ThroughputTable
+from hf_dspark import FullBlock, Policy, Scheduler, ThroughputTable
 from hf_dspark.scheduling.costs import Load
 from hf_dspark.scheduling.rounds import RoundOutcome
 
@@ -114,7 +113,6 @@ class Round:
     requests: int
     verify_tokens: int
     new_tokens: int
-    drafted: bool
 
 
 @dataclass(frozen=True)
@@ -147,35 +145,21 @@ class Run:
 
     def summary(self, tpot_seconds: float) -> dict[str, float]:
         """Condense a run: throughput since the first arrival, and the share of requests within a limit."""
-        rows, tokens = (sum(getattr(each, name) for each in self.rounds) for name in ("requests", "new_tokens"))
-        times = [each.tpot_seconds for each in self.finished]
+        tokens = sum(each.new_tokens for each in self.rounds)
         return {
             "tokens_per_second": tokens / (self.rounds[-1].ended - min(each.arrived for each in self.finished)),
-            "slo_attainment": statistics.fmean(each <= tpot_seconds for each in times),
-            "mean_tpot_ms": 1e3 * statistics.fmean(times),
-            "drafted_share": statistics.fmean(each.drafted for each in self.rounds),
-            "mean_verified": sum(each.verify_tokens for each in self.rounds) / rows,
-            "tau": tokens / rows,
+            "slo_attainment": statistics.fmean(each.tpot_seconds <= tpot_seconds for each in self.finished),
         }
 
 
 def contenders(cost: ThroughputTable, block_size: int, tpot_seconds: float) -> dict[str, tuple[Policy, int]]:
-    """Return the policies to compare, and how many tokens of a block they verify at most. AdaSpec and the oracle are
-    not causal."""
-    adaspec = EliminationScheduler(cost, skip=True, tpot_seconds=tpot_seconds)
-    policies = {
-        "confidence threshold .5": ConfidenceThreshold(0.5),
-        "Algorithm 1": EarlyStopScheduler(cost),
-        "hull + fill": Scheduler(cost, trees=False, skip=False),
-        "lagged budget + top-K": Scheduler(cost, lag=2, skip=False),
-        "hull + fill, draft or skip": Scheduler(cost, trees=False),
-        "hull + fill, limit: expected": Scheduler(cost, trees=False, tpot_seconds=tpot_seconds),
-        "AdaSpec, limit: expected": adaspec,
-        "oracle": GlobalScheduler(cost),
-    }
-    fixed = {f"fixed length {n}": (FullBlock(), n) for n in (1, 3, 5, 7) if n <= block_size}
-    others = {name: (policy, block_size) for name, policy in policies.items()}
-    return {"autoregressive": (NeverDraft(), block_size), **fixed, **others}
+    """Return the policies to compare, and how many tokens of a block they verify at most. AdaSpec is not
+    causal."""
+    limit = EliminationScheduler(cost, skip=True, tpot_seconds=tpot_seconds)
+    fixed = {f"fixed length {n}": (FullBlock(), n) for n in (3, 7) if n <= block_size}
+    others = {"hull + fill": Scheduler(cost, trees=False, skip=False), "AdaSpec, limit: expected": limit}
+    plain = {"autoregressive": (NeverDraft(), block_size)}
+    return plain | fixed | {name: (policy, block_size) for name, policy in others.items()}
 
 
 def simulate(
@@ -199,12 +183,12 @@ def simulate(
         outcome = decoded(active, recording, policy, max_drafts, cost)
         policy.observe(outcome)
         clock += outcome.seconds
-        new, drafted = (outcome.num_accepted + 1).tolist(), outcome.drafted
+        new = (outcome.num_accepted + 1).tolist()
         verify_tokens = len(active) + int(outcome.lengths.sum())
-        run.rounds.append(Round(clock, outcome.seconds, len(active), verify_tokens, sum(new), drafted))
+        run.rounds.append(Round(clock, outcome.seconds, len(active), verify_tokens, sum(new)))
         for each, tokens in zip(active, new, strict=True):
             each.produced += tokens
-            each.replayed += drafted
+            each.replayed += outcome.drafted
         run.finished.extend(
             Finished(each.request, each.arrival.seconds, each.admitted, clock, each.produced)
             for each in active

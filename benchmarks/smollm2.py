@@ -7,11 +7,9 @@ for kind in dspark dflash dflash_fill_in; do  # and eagle3 with --num_hidden_lay
 done
 python benchmarks/smollm2.py speed --suite spec_bench --prompts spec_bench/ --output out/speed.json
 
-`tau` decodes a suite with whole blocks of each kind. `speed` compares what a user can choose, an assistant too, if
-`--models` holds one. Both leave out what is not there. `confidence` records whole blocks of one draft by domain, and
-measures its calibration: with the draft's own fits, and fitted on every second prompt of the domain, measured on the
-others. It also says what a head would seem to be off that is always true, and how well the probability of acceptance
-itself would do.
+`tau` decodes a suite with whole blocks of each kind. `speed` compares what a user can choose. Both leave out what is
+not there. `confidence` measures the calibration of one draft by domain: with its own fits, fitted on every second
+prompt, of a head that is always true, and of the probability of acceptance itself.
 """
 
 import itertools
@@ -21,11 +19,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from bench import REGIMES, ROOT, Dtype, main
+from bench import REGIMES, ROOT, Dtype, load_target, main
 from compare import Cell, compared
 from domains import Models, transformers_dflash
 from pair import cut_afterwards, measure
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from hf_dspark import evaluate
 from hf_dspark.data.prompts import as_chat, read_prompt_file, suite_files, token_ids
@@ -49,10 +47,6 @@ DOMAINS = {
     "code": ("mbpp", "humaneval"),
     "chat": ("mt-bench", "arena-hard-v2"),
 }
-
-
-def load_target(target: Path, dtype: str) -> tuple[PreTrainedModel, Any]:
-    return AutoModelForCausalLM.from_pretrained(target, dtype=dtype).eval(), AutoTokenizer.from_pretrained(target)
 
 
 def is_trained(folder: Path) -> bool:
@@ -109,15 +103,11 @@ def speed(
         found["assistant"] = AutoModelForCausalLM.from_pretrained(models / "assistant", dtype=dtype)
     tasks = {}
     for task, file in suite_files(suite, prompts).items():
-        chats = [
-            token_ids(as_chat(each, tokenizer), tokenizer) for each in read_prompt_file(file, num_prompts).prompts
-        ]
-        tasks[task] = [{"prompt": tokenizer.decode(chat)} for chat in chats]
+        chats = (as_chat(each, tokenizer) for each in read_prompt_file(file, num_prompts).prompts)
+        tasks[task] = [{"prompt": tokenizer.decode(token_ids(chat, tokenizer))} for chat in chats]
     cells = [Cell(task, size, 0.0, 0) for size in rows for task in tasks]
-    facts = {"trained_alike_in": models.name}
-    return compared(
-        Models(model, tokenizer, tasks, **found, facts=facts), cells, [], num_prompts, max_new_tokens, packed=True
-    )
+    known = Models(model, tokenizer, tasks, **found, facts={"trained_alike_in": models.name})
+    return compared(known, cells, [], num_prompts, max_new_tokens, packed=True)
 
 
 def confidence(
@@ -136,12 +126,8 @@ def confidence(
     for domain, regime in itertools.product(DOMAINS, regimes):
         asked = [each for task in DOMAINS[domain] for each in read_prompt_file(tasks[task], num_prompts).prompts]
         limits = {"max_new_tokens": max_new_tokens, **REGIMES[regime]}
-        halves = [
-            collect_rounds(
-                model, head, asked[half::2], tokenizer, rounds / f"{domain}-{regime}-{half}.jsonl", **limits
-            )
-            for half in range(2)
-        ]
+        files = [rounds / f"{domain}-{regime}-{half}.jsonl" for half in range(2)]
+        halves = [collect_rounds(model, head, asked[half::2], tokenizer, files[half], **limits) for half in range(2)]
         both, fits = CalibrationRounds.concatenate(halves), head.config.confidence_fits_for(None, regime == "sampled")
         whole = both.proposed == both.block_size
         known = calibrated_confidence(both.logits[whole], fits)

@@ -7,17 +7,13 @@ the logits of all slots at once, autograd through the losses. Same weights, same
 Memory is that of a fresh process: its peak during one step over what it held before (Linux).
 """
 
-import json
 import statistics
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any, Literal
 from unittest import mock
 
 import torch
 import torch.nn.functional as F
-from bench import in_turns, main, synchronize
+from bench import growth_of_peak, in_process, in_turns, main, synchronize
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from hf_dspark import DSparkConfig, DSparkDraftModel
@@ -81,25 +77,6 @@ class Setting:
         return {name: parameter.grad.clone() for name, parameter in self.draft.named_parameters()}
 
 
-def resident(name: str) -> float:
-    """Return a field of this process's status in MiB: VmRSS now, VmHWM at its peak."""
-    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(name))
-    return int(line.split()[1]) / 1024
-
-
-def growth_of_peak(setting: Setting, variant: str) -> float:
-    """Return by how many MiB the peak of this process exceeds what it held before a step."""
-    if setting.input_ids.is_cuda:
-        before = torch.cuda.memory_allocated()
-        torch.cuda.reset_peak_memory_stats()
-        setting.step(variant)
-        return (torch.cuda.max_memory_allocated() - before) / 2**20
-    held = resident("VmRSS")
-    Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
-    setting.step(variant)
-    return resident("VmHWM") - held
-
-
 def training_step(
     vocab_size: int = 32_000,
     hidden_size: int = 512,
@@ -116,17 +93,13 @@ def training_step(
     sizes = {"vocab_size": vocab_size, "hidden_size": hidden_size, "length": length, "num_anchors": num_anchors}
     setting = Setting(**sizes, device=device)
     if only is not None:
-        return {"growth": growth_of_peak(setting, only)}
+        return {"growth": growth_of_peak(lambda: setting.step(only), device)[0] / 2**20}
     bounded, dense = setting.step("bounded"), setting.step("dense")
     difference = max(float((bounded[name] - each).norm() / each.norm()) for name, each in dense.items())
     ways = {variant: lambda variant=variant: setting.step(variant) for variant in ("bounded", "dense")}
     medians = {name: statistics.median(values) for name, values in in_turns(ways, steps, device=device).items()}
-    words = [word for name, value in sizes.items() for word in (f"--{name}", str(value))]
-    growth = {}
-    for variant in ways:
-        command = [sys.executable, __file__, "--only", variant, "--device", device, *words]
-        done = subprocess.run(command, capture_output=True, text=True, check=True)
-        growth[variant] = json.loads(done.stdout.splitlines()[-1])["growth"]
+    words = [word for name, value in {**sizes, "device": device}.items() for word in (f"--{name}", value)]
+    growth = {variant: in_process(__file__, "--only", variant, *words)["growth"] for variant in ways}
     return {
         "setting": sizes,
         "seconds": medians,

@@ -9,7 +9,6 @@ and on others; each file is a kind of prompts.
 """
 
 import itertools
-import math
 import statistics
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -33,11 +32,9 @@ def fixed_trees() -> dict[str, Policy]:
 
 
 def committed(calls: Sequence[bench.Call]) -> Row:
-    """Return tau, its standard error over rounds, and the nodes of a round."""
+    """Return tau and the nodes of a round."""
     rounds = bench.joined(calls)
-    error = statistics.stdev(rounds.committed) / math.sqrt(rounds.rounds)
-    nodes = sum(rounds.proposed) / rounds.rounds
-    return {"tau": rounds.tau, "standard_error": error, "nodes": nodes, "rounds": rounds.rounds}
+    return {"tau": rounds.tau, "nodes": sum(rounds.proposed) / rounds.rounds, "rounds": rounds.rounds}
 
 
 def tau(num_seeds: int = 4, max_new_tokens: int = 128) -> Iterator[dict[str, Any]]:
@@ -45,11 +42,8 @@ def tau(num_seeds: int = 4, max_new_tokens: int = 128) -> Iterator[dict[str, Any
     target, draft, tokenizer = bench.load_pair()
     prompts, rows = bench.held_out_ids(tokenizer), []
     for regime, (name, policy) in itertools.product(bench.REGIMES, ({"chain": FullBlock()} | fixed_trees()).items()):
-        options, seeds = (
-            {"max_new_tokens": max_new_tokens, **bench.REGIMES[regime]},
-            num_seeds if regime == "sampled" else 1,
-        )
-        asked = enumerate(prompts * seeds)
+        options = {"max_new_tokens": max_new_tokens, **bench.REGIMES[regime]}
+        asked = enumerate(prompts * (num_seeds if regime == "sampled" else 1))
         with bench.decoding(draft, policy):
             calls = [bench.decode(target, [ids], seed, draft, **options) for seed, ids in tqdm(asked, desc=name)]
         rows.append({"regime": regime, "tree": name.removeprefix("trees of ")} | committed(calls))
@@ -130,12 +124,9 @@ def lookup(
                     with bench.decoding(assistant, **how):
                         runs[name].append(bench.decode(target, ids, assistant=assistant, **options))
         for name, own in runs.items():
-            row: Row = {"prompts": file.stem, "way": name}
-            for baseline in ("plain", "chain"):
-                pairs = zip(runs[baseline], own, strict=True)
-                row[f"over_{baseline}"] = statistics.median(
-                    a.seconds_per_token / b.seconds_per_token for a, b in pairs
-                )
+            pairs = zip(runs["plain"], own, strict=True)
+            over = statistics.median(a.seconds_per_token / b.seconds_per_token for a, b in pairs)
+            row: Row = {"prompts": file.stem, "way": name, "over_plain": over}
             rows.append(row | (committed(own) if name in drafted else {}))
     return {"rows": rows}
 

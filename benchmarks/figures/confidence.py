@@ -29,10 +29,7 @@ def draw_reliability(axis: Axes, raw: Mapping[str, Any], calibrated: Mapping[str
     predicted, _, counts = zip(*calibrated["bins"], strict=True)
     axis.bar(predicted, [count / sum(counts) for count in counts], 0.055, color=PALE)
     axis.plot([0, 1], [0, 1], color=GREY, linewidth=1, linestyle=":")
-    for part, colour, stroke, label in (
-        (raw, GREY, "--", "raw"),
-        (calibrated, METHODS["DSpark"], "-", "calibrated"),
-    ):
+    for part, colour, stroke, label in ((raw, GREY, "--", "raw"), (calibrated, METHODS["DSpark"], "-", "calibrated")):
         x, y, _ = zip(*part["bins"], strict=True)
         axis.plot(x, y, color=colour, linestyle=stroke, marker="o", markersize=3.5, label=label)
     axis.set(xlim=(0, 1), ylim=(0, 1))

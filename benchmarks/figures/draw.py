@@ -10,7 +10,6 @@ import confidence  # noqa: F401
 import drafts  # noqa: F401
 import serving  # noqa: F401
 import smollm2_figures  # noqa: F401
-import tree_figures  # noqa: F401
 from style import FIGURES, REPORT, save
 
 if __name__ == "__main__":

@@ -1,11 +1,10 @@
-"""What schedulers gain, simulated: the paper's Figures 7 and 8, AdaSpec's attainment, jagged step times; speed-ups."""
+"""What schedulers gain, simulated: the paper's Figures 7 and 8, AdaSpec's attainment, jagged step times."""
 
 from matplotlib.figure import Figure
-from style import GREY, INK, LIGHT_BLUE, METHODS, SCHEDULERS, drawn, finish, load, panels
+from style import INK, LIGHT_BLUE, METHODS, SCHEDULERS, drawn, finish, load, panels
 
 REPLAYED = "The rounds are recorded ones of the shipped pair (GSM8K, temperature 1)."
 ADASPEC = "AdaSpec, limit: expected"
-SPEEDUPS = "compare_native_amx"
 GPU_TIMES = "Step times: linear layers as measured on the GPU, and 1/16 of the shortest step for drafting."
 
 
@@ -122,35 +121,4 @@ def jagged_step_times() -> Figure:
         "requests with recorded confidences of the shipped pair. Step times of linear layers as measured, "
         "interpolated or padded to the next measured size.",
         axis,
-    )
-
-
-@drawn
-def speedups() -> Figure:
-    """Draw the speed-up of every way to decode over plain `generate()`."""
-    found = load(SPEEDUPS)
-    cells = {cell["temperature"]: cell["methods"] for cell in found["cells"] if cell["batch_size"] == 1}
-    names = {
-        "DSpark": "DSpark",
-        "DSpark, scheduled": "DSpark, scheduled",
-        "transformers' DFlash": "DFlash of transformers",
-        "prompt lookup": "prompt lookup",
-    }
-    figure, axes = panels([["greedy", "sampled"]], 2.4, sharey=True)
-    for axis, (temperature, methods) in zip(axes.values(), cells.items(), strict=True):
-        for place, name in enumerate(names):
-            value, kind = methods[name]["speedup"], name.removeprefix("transformers' ").split(",")[0]
-            axis.barh(place, value, 0.7, color=LIGHT_BLUE if "," in name else METHODS[kind])
-            axis.text(max(value, 1) + 0.03, place, f"{value:.2f}x", va="center", fontweight=None if place else "bold")
-        axis.axvline(1, color=GREY, linewidth=1.2)
-        axis.set(title="temperature 1" if temperature else "greedy", xlabel="speed-up over plain generate()")
-        axis.set(xlim=(0, 2.3), ylim=(len(names) - 0.5, -0.5))
-        axis.grid(False, axis="y")
-        axis.tick_params(axis="y", length=0)
-    axes["greedy"].set_yticks(range(len(names)), names.values())
-    return finish(
-        figure,
-        "DSpark is the fastest way to decode one sequence",
-        f"The shipped target, {found['cells'][0]['num_calls']} held-out questions of GSM8K, whole calls, float32, "
-        "two cores of an Intel Xeon. Both drafts learnt from the same 7350 answers. All multiply by the same kernels.",
     )

@@ -37,10 +37,8 @@ SCHEDULERS: dict[str, tuple[str, dict[str, Any]]] = {
     "full block": ("DSpark, whole blocks", {"color": METHODS["DSpark"], "linestyle": "--"}),
     "fixed length 3": ("DSpark, 3 tokens", {"color": METHODS["DSpark"], "linestyle": (0, (1, 1.2))}),
     "fixed length 7": ("DSpark, whole blocks", {"color": METHODS["DSpark"], "linestyle": "--"}),
-    "confidence threshold .5": ("DSpark, threshold .5", {"color": METHODS["DSpark"], "linestyle": "-."}),
     "scheduled": ("DSpark, scheduled", {"color": METHODS["DSpark"], "linestyle": "-", "marker": "o"}),
     "hull + fill": ("DSpark, scheduled", {"color": METHODS["DSpark"], "linestyle": "-", "marker": "o"}),
-    "Algorithm 1": ("Algorithm 1 as printed", {"color": INK, "linestyle": (0, (3, 1, 1, 1))}),
     "AdaSpec, limit: expected": ("AdaSpec", {"color": INK, "linestyle": "-", "marker": "^"}),
 }
 STYLE = {
@@ -62,16 +60,9 @@ def drawn(make: Callable[[], Figure]) -> Callable[[], Figure]:
     return make
 
 
-def load(name: str, results: Path = RESULTS) -> dict[str, Any]:
-    """Return the content of a result file.
-
-    Raises:
-        FileNotFoundError: If it is not there, with the folder.
-    """
-    path = results / f"{name}.json"
-    if not path.exists():
-        raise FileNotFoundError(f"{path} is missing: benchmarks/README.md says which script writes it")
-    return json.loads(path.read_text())
+def load(name: str) -> dict[str, Any]:
+    """Return the content of a result file; benchmarks/README.md says which script writes it."""
+    return json.loads((RESULTS / f"{name}.json").read_text())
 
 
 def panels(names: Sequence[Sequence[str]], height: float, **options: Any) -> tuple[Figure, dict[str, Axes]]:

@@ -141,13 +141,8 @@ def readme_pair() -> Rows:
     for temperature, cell in cells.items():
         speedup = min(cell[name] for name in names if cell.get(name))
         rates = [number(rate, 0) for rate in (cell["tokens_per_second"] / speedup, cell["tokens_per_second"])]
-        yield (
-            regime(temperature),
-            number(cell["tau"]),
-            *rates,
-            f"**{number(speedup)}**",
-            identical_outputs(cell, result),
-        )
+        numbers = number(cell["tau"]), *rates, f"**{number(speedup)}**"
+        yield regime(temperature), *numbers, identical_outputs(cell, result)
 
 
 def alternatives(name: str, batch_sizes: Sequence[int]) -> Rows:
@@ -199,11 +194,8 @@ def larger_models() -> Rows:
         for cell in result["cells"]:
             found.setdefault((cell["geometry"], machine(result), cell["rows"]), {})[cell["regime"]] = cell
     for (geometry, name, count), cells in found.items():
-        speedups = [
-            cells.get(way, {}).get(baseline)
-            for baseline in ("speedup_same_kernels", "speedup")
-            for way in ("greedy", "truncated")
-        ]
+        ways = itertools.product(("speedup_same_kernels", "speedup"), ("greedy", "truncated"))
+        speedups = [cells.get(way, {}).get(baseline) for baseline, way in ways]
         yield size_of(geometry), name, count, *map(number, speedups), number(next(iter(cells.values()))["tau"])
 
 
@@ -445,16 +437,14 @@ def small_batch_gemm() -> Rows:
     """Products of eight rows by the ways that hf_dspark has, over PyTorch's."""
     yield "machine", "", "exchanged factors", "oneDNN", "packed weights"
     for result in map(load, TABLES["small_batch_gemm"].files):
-        large = [
-            {"dtype": "float32", **cell}
-            for cell in result["cells"]
-            if cell["rows"] == 8 and cell["outputs"] * cell["inputs"] >= 2**20
-        ]
+        large = [{"dtype": "float32", **cell} for cell in result["cells"] if cell["rows"] == 8]
+        large = [cell for cell in large if cell["outputs"] * cell["inputs"] >= 2**20]
         for dtype in dict.fromkeys(cell["dtype"] for cell in large):
-            cells = [cell for cell in large if cell["dtype"] == dtype]
-            ratios = [
-                [cell[way] for cell in cells if way in cell] for way in ("transposed_ratio", "ratio", "packed_ratio")
-            ]
+            cells, ways = (
+                [cell for cell in large if cell["dtype"] == dtype],
+                ("transposed_ratio", "ratio", "packed_ratio"),
+            )
+            ratios = ([cell[way] for cell in cells if way in cell] for way in ways)
             yield machine(result), dtype, *(number(statistics.median(part) if part else None) for part in ratios)
 
 
@@ -517,11 +507,7 @@ def rendered(name: str, page: Path) -> str:
 
 
 def refreshed(text: str, page: Path) -> str:
-    """Return a page with all its tables made anew.
-
-    Raises:
-        ValueError: If a page asks for a table that there is not.
-    """
+    """Return a page with all its tables made anew."""
 
     def made(match: re.Match[str]) -> str:
         if match[2] not in TABLES:

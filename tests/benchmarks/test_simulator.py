@@ -58,7 +58,6 @@ def test_every_request_gets_exactly_its_tokens_under_every_policy(name):
 def test_autoregressive_throughput_by_hand():
     summary = simulated([(0.0, 10), (0.0, 10)], [3], PLAIN).summary(0.05)
     assert summary["tokens_per_second"] == pytest.approx(20 / (10 * 0.012), rel=1e-3)
-    assert (summary["drafted_share"], summary["tau"], summary["mean_verified"]) == (0.0, 1.0, 1.0)
 
 
 def test_rounds_are_replayed_in_order_and_start_over():
