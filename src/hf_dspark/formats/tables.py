@@ -332,10 +332,7 @@ SPECULATORS = Format(
         ),
         Field("draft_vocab_size", read=speculators_vocab, write=lambda c, facts: c.draft_vocab_size or c.vocab_size),
     ),
-    writes={
-        _LAYERS + "use_sliding_window": lambda c, facts: slides(c),
-        **SPECULATORS_WRITES,
-    },
+    writes={_LAYERS + "use_sliding_window": lambda c, facts: slides(c), **SPECULATORS_WRITES},
     constants=QWEN3_LAYERS,
     base=lambda facts: {
         "architectures": ["DSparkDraftModel"],

@@ -40,10 +40,7 @@ def sample_anchors(
 
 
 def cut_blocks(
-    input_ids: torch.Tensor,
-    loss_mask: torch.Tensor,
-    layout: BlockLayout,
-    position_decay: float | None = None,
+    input_ids: torch.Tensor, loss_mask: torch.Tensor, layout: BlockLayout, position_decay: float | None = None
 ) -> AnchoredBlocks:
     """Return the blocks of a layout in rows `[B, S]`, weighted as in [`~losses.position_weights`].
 
