@@ -47,11 +47,11 @@ demo-smollm2: out/smollm2/target/origin.json ## stream a published chat model's 
 smollm2: out/smollm2/target/origin.json ## data, training and measurements of that draft; hours, goes on where it stopped
 	$(MAKE) -C examples/smollm2 PY=$(abspath $(PY)) $(ARGS)
 
-test: setup ## run the tests
+test: setup ## run the tests, in some five minutes on two cores
 	$(PY) -m pytest $(WORKERS) $(ARGS)
 
-test-slow: setup ## run the tests that take minutes
-	$(PY) -m pytest -m "slow and not gpu and not hub" $(ARGS)
+test-slow: setup ## run the others: rare paths, many types, examples, processes
+	$(PY) -m pytest $(WORKERS) -m "slow and not gpu and not hub" $(ARGS)
 
 test-gpu: setup ## run the tests that need a GPU
 	$(PY) -m pytest tests/gpu -m gpu $(ARGS)
@@ -66,7 +66,7 @@ test-newest: newest-transformers ## run the tests with the newest transformers o
 	$(PY_NEWEST) -m pytest $(WORKERS) $(ARGS)
 
 test-newest-fast: newest-transformers ## run those of them that take two minutes and tell most
-	$(PY_NEWEST) -m pytest $(WORKERS) $(FAST_TESTS) $(ARGS)
+	$(PY_NEWEST) -m pytest $(WORKERS) -m "not gpu and not hub" $(FAST_TESTS) $(ARGS)
 
 test-upstream: setup ## repeat the calls of transformers' own generation tests with drafts; MODELS="llama gpt2" selects
 	$(PY) $(PIP_INSTALL) parameterized httpx

@@ -5,7 +5,7 @@ from transformers import StoppingCriteria
 
 from hf_dspark import Policy
 
-GREEDY = {"do_sample": False, "max_new_tokens": 40, "pad_token_id": 0}
+GREEDY = {"do_sample": False, "max_new_tokens": 24, "pad_token_id": 0}
 EOS = 62  # of the trained pair
 OPTIONS = {
     "default": {},
@@ -13,7 +13,7 @@ OPTIONS = {
     "no_eos": {"eos_token_id": None},
     "repetition_penalty": {"repetition_penalty": 1.3},
     "no_repeat_ngram": {"no_repeat_ngram_size": 3},
-    "min_new_tokens": {"min_new_tokens": 40},
+    "min_new_tokens": {"min_new_tokens": 24},
     "suppress_tokens": {"suppress_tokens": [1, 2, 3]},
     "bad_words": {"bad_words_ids": [[5], [7, 8]]},
     "one_token": {"max_new_tokens": 1},

@@ -15,9 +15,6 @@ from hf_dspark.scheduling.step_costs import known_profiles
 from tests.hub.loopback_hub import TOKEN, LoopbackHub
 from tests.printed import LEFT_OUT, PAGES, ROOT, SMALL, SUBSTITUTES, blocks, make_checkout, substituted
 
-# Pages whose blocks need neither minutes nor a Hub; the slow test runs the others, too.
-QUICK = [page for page in PAGES[1] if not page.endswith(("training.md", "sharing.md"))]
-
 
 @pytest.fixture
 def checkout(tmp_path, monkeypatch) -> list[str]:
@@ -55,14 +52,6 @@ def test_the_first_example_prints_its_answer_and_nothing_else(tmp_path):
     assert [line for line in done.stderr.splitlines() if line and own_bars not in line] == []
 
 
-@pytest.mark.usefixtures("checkout")
-def test_pages_of_the_manual_run_as_printed():
-    names: dict[str, object] = {}
-    for page in QUICK:
-        for block in python_of(ROOT / page):
-            exec(substituted(block), names)
-
-
 def recipes() -> list:
     """The blocks of the recipes by their headings, with what each needs beside this package."""
     found = []
@@ -91,7 +80,7 @@ def quickstart(tmp_path_factory):
     names = {name: getattr(hf_dspark, name) for name in hf_dspark.__all__} | {"json": json}
     with pytest.MonkeyPatch.context() as patch:
         folder = tmp_path_factory.mktemp("checkout")
-        prompts = make_checkout(folder)
+        prompts = make_checkout(folder, num_prompts=2)
         patch.chdir(folder)
         exec(python_of(ROOT / "docs" / "quickstart.md")[0], names)
     return names | {"prompts": prompts}
@@ -109,6 +98,7 @@ def test_docstring_has_an_example_that_runs(name, quickstart):
     names["cost"] = hf_dspark.ThroughputTable((1, 8, 64), (95, 94, 80))
     names["draft"].decoding = hf_dspark.DecodingOptions()
     shorter = {"max_new_tokens=256": "max_new_tokens=16", "max_new_tokens=64": "max_new_tokens=16"}
+    shorter |= {"batch_sizes=(1, 4)": "batch_sizes=(1, 4), context_lengths=(16,), repetitions=1"}
     for code in examples:
         exec(substituted(code, SUBSTITUTES | shorter), names)
     quickstart["draft"].decoding = hf_dspark.DecodingOptions()

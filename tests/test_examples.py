@@ -2,6 +2,7 @@
 
 import json
 import sys
+from itertools import islice
 
 import pytest
 import torch
@@ -36,6 +37,7 @@ def test_notebooks_ship_with_outputs_that_hold_nothing_of_the_machine_that_made_
     assert [word for word in noise if word in json.dumps(shown)] == []
 
 
+@pytest.mark.slow
 def test_the_fine_tuning_notebook_runs(in_examples, tmp_path, capsys):
     run_notebook("finetune.ipynb", SMALL["finetune.ipynb"] | {"OUTPUT_DIR": str(tmp_path)})
     assert "| code |" in capsys.readouterr().out
@@ -57,6 +59,7 @@ def test_the_chat_notebook_answers_as_without_the_draft(in_examples, tmp_path, c
     assert capsys.readouterr().out.count("with the draft") == 3
 
 
+@pytest.mark.slow
 def test_the_scheduling_notebook_calibrates_profiles_and_schedules(in_examples, tmp_path, capsys, monkeypatch):
     import matplotlib
 
@@ -77,6 +80,7 @@ def test_the_scheduling_notebook_calibrates_profiles_and_schedules(in_examples, 
     assert "scheduled" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_the_sharing_notebook_writes_a_card_from_results_and_loads_it_back(in_examples, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
     monkeypatch.setattr(sys, "path", list(sys.path))
@@ -87,6 +91,7 @@ def test_the_sharing_notebook_writes_a_card_from_results_and_loads_it_back(in_ex
     assert f"| {left['found'].metrics['math'].tau:.2f} |" in card and card in printed
 
 
+@pytest.mark.slow
 def test_the_fine_tuning_script_runs_and_resumes(in_examples, tmp_path, capsys, monkeypatch):
     import finetune
 
@@ -98,7 +103,7 @@ def test_the_fine_tuning_script_runs_and_resumes(in_examples, tmp_path, capsys, 
     assert "| math |" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
 def test_the_demo_counts_identical_answers_and_best_tokens_and_fails_if_one_is_wrong(
     in_examples, capsys, monkeypatch, dtype
 ):
@@ -125,9 +130,9 @@ def test_the_demo_counts_identical_answers_and_best_tokens_and_fails_if_one_is_w
 def test_code_rows_are_whole_functions_cut_after_their_docstring(in_examples):
     from domains import code_rows
 
-    rows = list(code_rows())
-    assert len(rows) > 2000
-    for row in rows[::200]:
+    rows = list(islice(code_rows(), 200))
+    assert len(rows) == 200
+    for row in rows[::20]:
         compile(row["prompt"] + row["completion"], "row", "exec")
         assert row["prompt"].lstrip().startswith("def ")
 

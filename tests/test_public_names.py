@@ -10,11 +10,11 @@ import pytest
 import hf_dspark
 
 
-def loaded_by(program: str) -> set[str]:
-    """Return the modules that a program has imported in a process of its own."""
-    program += "\nimport sys; print(*sys.modules, sep='\\n')"
-    done = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True)
-    return set(done.stdout.split())
+def loaded_by(*programs: str) -> list[set[str]]:
+    """Return the modules that are there after each of some programs, which one process of its own runs in turn."""
+    source = "".join(f"{program}\nimport sys; print(*sys.modules)\n" for program in programs)
+    done = subprocess.run([sys.executable, "-c", source], check=True, capture_output=True, text=True)
+    return [set(line.split()) for line in done.stdout.splitlines()]
 
 
 def test_public_names_exist_are_sorted_and_listed():
@@ -38,27 +38,12 @@ def test_the_manual_lists_every_public_name():
     assert [name for name in hf_dspark.__all__ if f"::: hf_dspark.{name}\n" not in page] == []
 
 
-def test_importing_the_package_loads_no_more_than_registering_drafts_takes():
-    base = loaded_by("from transformers import AutoModelForCausalLM, GenerationMixin")
-    more = loaded_by("from transformers import AutoModelForCausalLM, GenerationMixin\nimport hf_dspark") - base
-    ours = {name for name in more if name.startswith("hf_dspark")}
-    assert not {name.split(".")[0] for name in more} & {"scipy", "accelerate", "datasets", "matplotlib", "peft"}
-    assert "transformers.modeling_utils" not in more and "transformers.trainer" not in more
-    folders = {name.split(".")[1] for name in ours if "." in name}
-    assert folders <= {"decoding", "models", "formats", "sampling", "scheduling", "files"} and len(ours) <= 26, sorted(
-        ours
-    )
-    decoding = {name.split(".")[2] for name in ours if name.startswith("hf_dspark.decoding.")}
-    assert decoding == {"install"}
-
-
-def test_a_loaded_draft_assists_after_nothing_but_the_import(pair, tmp_path):
+def test_importing_the_package_loads_no_more_than_registering_takes_and_lets_a_draft_assist(pair, tmp_path):
     for name, model in zip(("target", "draft"), pair, strict=True):
         model.save_pretrained(tmp_path / name)
     program = f"""
 import torch
-from transformers import AutoModel, AutoModelForCausalLM
-import hf_dspark
+from transformers import AutoModel
 target = AutoModelForCausalLM.from_pretrained({str(tmp_path / "target")!r})
 draft = AutoModel.from_pretrained({str(tmp_path / "draft")!r})
 assert type(draft) is hf_dspark.DSparkDraftModel
@@ -68,4 +53,16 @@ plain = target.generate(ids, **options)
 assert torch.equal(target.generate(ids, assistant_model=draft, **options), plain)
 assert draft.last_stats.rounds > 0
 """
-    assert "hf_dspark.decoding.loop" in loaded_by(program)
+    before = "from transformers import AutoModelForCausalLM, GenerationMixin"
+    base, imported, used = loaded_by(before, "import hf_dspark", program)
+    more = imported - base
+    ours = {name for name in more if name.startswith("hf_dspark")}
+    assert not {name.split(".")[0] for name in more} & {"scipy", "accelerate", "datasets", "matplotlib", "peft"}
+    assert "transformers.modeling_utils" not in more and "transformers.trainer" not in more
+    folders = {name.split(".")[1] for name in ours if "." in name}
+    assert folders <= {"decoding", "models", "formats", "sampling", "scheduling", "files"} and len(ours) <= 26, sorted(
+        ours
+    )
+    decoding = {name.split(".")[2] for name in ours if name.startswith("hf_dspark.decoding.")}
+    assert decoding == {"install"}
+    assert "hf_dspark.decoding.loop" in used

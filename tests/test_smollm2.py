@@ -105,7 +105,8 @@ def test_tasks_are_made_of_code_questions_and_texts(tmp_path, monkeypatch):
         make_tasks.main()
         return [json.loads(line)["prompt"] for line in file.read_text().splitlines()]
 
-    assert len(made("code", "--num_prompts", "7")) == len(set(made("code", "--num_prompts", "7"))) == 7
+    code = made("code", "--num_prompts", "7")
+    assert len(code) == len(set(code)) == 7
     questions = jsonl(tmp_path / "questions.jsonl", "How much is one and one?", "How much is two and two?")
     first, second = sorted(made("mathematics", "--file", questions))
     assert first == "How much is one and one?" and second.endswith("within \\boxed{}.")

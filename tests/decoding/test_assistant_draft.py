@@ -83,9 +83,12 @@ def many(prompts):
     return [*prompts, *(prompt[: 2 + number] for number, prompt in enumerate(prompts))][:8]
 
 
-@pytest.mark.parametrize("rows", [1, 3, 8])
+@pytest.mark.parametrize("rows", [pytest.param(1, marks=pytest.mark.slow), 8])
 @pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
-@pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
+@pytest.mark.parametrize(
+    "make",
+    [pytest.param(make, id=name, marks=[pytest.mark.slow] * (name == "llama")) for name, make in MAKERS.items()],
+)
 def test_rows_are_those_of_plain_decoding(target, many, make, policy, rows):
     draft = AssistantDraft(make(target))
     draft.decoding = DecodingOptions(policy=policy)

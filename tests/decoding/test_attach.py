@@ -129,7 +129,10 @@ REASONS = {
 }
 
 
-@pytest.mark.parametrize(("rows", "options"), KINDS.values(), ids=KINDS)
+@pytest.mark.parametrize(
+    ("rows", "options"),
+    [pytest.param(*each, id=name, marks=[pytest.mark.slow] * (name == "paged")) for name, each in KINDS.items()],
+)
 def test_a_call_that_would_be_refused_is_plain(target, draft, prompts, rows, options, request):
     kind = request.node.callspec.id
     assert_plain(target, draft, GREEDY | padded(prompts[:rows]) | options, REASONS.get(kind, ""))

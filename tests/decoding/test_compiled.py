@@ -38,9 +38,8 @@ from tests.targets.test_model_types import (
     make_own_draft,
 )
 
-QUICK_TYPES = ("gemma2", "gpt2")
-SLOW_TYPES = ("llama", "mixtral", "qwen3", "gemma3_text", "phi3", "opt", "gpt_oss", "afmoe", "deepseek_v3")
-COMPILED_TYPES = [*QUICK_TYPES, *(pytest.param(each, marks=pytest.mark.slow) for each in SLOW_TYPES)]
+SLOW_TYPES = ("gemma2", "llama", "mixtral", "qwen3", "gemma3_text", "phi3", "opt", "gpt_oss", "afmoe", "deepseek_v3")
+COMPILED_TYPES = ["gpt2", *(pytest.param(each, marks=pytest.mark.slow) for each in SLOW_TYPES)]
 GREEDY, DRAWN = {"do_sample": False}, {"do_sample": True, "top_k": 0, "temperature": 0.8}
 TREES = Scheduler(num_nodes=12)
 
@@ -114,6 +113,7 @@ def test_targets_of_many_types_compile_as_a_whole_and_decode_the_same(model_type
     assert len(graphs) <= 4 and len(set(draft.last_stats.accepted)) >= 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rows", [1, 8])
 def test_rounds_of_any_kind_give_the_same_tokens_without_another_graph(rows, graphs, pair):
     policies = {"whole": FullBlock(), "cut": ConfidenceThreshold(0.6), "trees": TREES}
@@ -127,6 +127,7 @@ def test_rounds_of_any_kind_give_the_same_tokens_without_another_graph(rows, gra
     assert len(graphs) <= (2 + 3) * (1 + (rows > 1))
 
 
+@pytest.mark.slow
 def test_no_graph_is_made_after_the_first_rounds(graphs, pair):
     options = DecodingOptions(policy=ConfidenceThreshold(0.5), compile=True)
     decoded(pair, 1, options, **DRAWN)
@@ -140,6 +141,7 @@ def test_no_graph_is_made_after_the_first_rounds(graphs, pair):
     assert len(accepted) >= 5
 
 
+@pytest.mark.slow
 def test_ways_to_draw_beyond_a_few_share_a_graph(graphs, pair, monkeypatch):
     monkeypatch.setattr(compiled_drafting, "MOST_WAYS", 2)
     for top_p in (0.5, 0.6, 0.7, 0.8, 0.9, 0.7):
@@ -158,6 +160,7 @@ def test_any_temperature_is_drawn_in_the_same_graph(graphs, pair, monkeypatch):
     assert len(graphs) <= 1 + 2  # target; of a number the second graph is for all its values
 
 
+@pytest.mark.slow
 def test_drafts_with_hooks_and_of_another_size_are_not_taken_for_compiled_ones(graphs, pair):
     target, draft = pair[0], copy.deepcopy(pair[1])
     hook = draft.layers[0].register_forward_hook(lambda module, args, output: None)
@@ -174,6 +177,7 @@ def test_drafts_with_hooks_and_of_another_size_are_not_taken_for_compiled_ones(g
     assert len(graphs) > 1
 
 
+@pytest.mark.slow
 def test_a_profile_measures_the_graphs_of_calls(graphs, pair):
     target, draft = pair
     decoded(pair, 1, DecodingOptions(policy=FullBlock(), compile=True), do_sample=True, top_k=0)
@@ -287,7 +291,9 @@ OBSTACLES = {
 }
 
 
-@pytest.mark.parametrize("name", OBSTACLES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(each, marks=[pytest.mark.slow] * ("compile" in each)) for each in OBSTACLES]
+)
 def test_what_cannot_be_compiled_is_decoded_without_and_named_once(name, graphs, pair, monkeypatch):
     pair, (prepare, reason) = (copy.deepcopy(pair[0]), pair[1]), OBSTACLES[name]
     expected = decoded(pair, 1, DecodingOptions(policy=FullBlock()), **DRAWN)
@@ -312,6 +318,7 @@ def test_what_cannot_be_compiled_is_decoded_without_and_named_once(name, graphs,
     assert name == "hook" or not any(module._forward_hooks for module in pair[0].modules())
 
 
+@pytest.mark.slow
 def test_graphs_go_with_their_target(graphs, pair):
     target = copy.deepcopy(pair[0])
     decoded((target, pair[1]), 1, DecodingOptions(compile=True), **GREEDY)

@@ -77,7 +77,7 @@ def test_skipped_rounds_feed_the_drafts_context(target, draft, prompt_ids):
             seen.append(outcome)
 
     draft.decoding = DecodingOptions(policy=Spy())
-    output = target.generate(prompt_ids[0], assistant_model=draft, **GREEDY)
+    output = target.generate(prompt_ids[0], assistant_model=draft, **GREEDY | {"max_new_tokens": 40})
     committed = prompt_ids[0].shape[1] + 1
     drafted, support = 0, TargetSupport.of(target)
     for outcome in seen:

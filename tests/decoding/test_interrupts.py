@@ -92,7 +92,11 @@ def interrupt_at_each_place(decode, times=2):
         yield wanted
 
 
-@pytest.mark.parametrize("way", ["batch", "queue", "transformers"], indirect=True)
+@pytest.mark.parametrize(
+    "way",
+    ["batch", *(pytest.param(name, marks=pytest.mark.slow) for name in ("queue", "transformers"))],
+    indirect=True,
+)
 def test_an_interrupt_at_any_place_leaves_nothing_switched(way, target, draft):
     expected, left = way(), {}
     assert residue(target, draft) == []
@@ -104,13 +108,8 @@ def test_an_interrupt_at_any_place_leaves_nothing_switched(way, target, draft):
 
 
 @pytest.mark.skipif(not HAVE_PROTOCOL, reason="needs a later transformers")
-@pytest.mark.parametrize(
-    "family",
-    [
-        "qwen3_5_text",
-        *(pytest.param(name, marks=pytest.mark.slow) for name in ("nemotron_h", "recurrent_gemma", "glm5_next")),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["qwen3_5_text", "nemotron_h", "recurrent_gemma", "glm5_next"])
 def test_an_interrupt_at_any_place_leaves_no_recurrent_layer_switched(family):
     target, draft = pair_of(family)
     rows = torch.arange(3, 15).view(2, 6)

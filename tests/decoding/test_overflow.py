@@ -12,7 +12,7 @@ from tests.rows import padded
 
 PROMPTS = [[3, 9, 12, 30, 7, 7, 21], [5], [11, 4, 8, 8, 25, 13, 17, 31, 22, 6, 5, 39]]
 GREEDY = {"do_sample": False, "max_new_tokens": 24, "pad_token_id": 0, "eos_token_id": None}
-RECURRENT = ["qwen3_5_text", "falcon_mamba", "lfm2", "glm5_next"]
+RECURRENT = ["lfm2", "qwen3_5_text", "falcon_mamba", "glm5_next"]
 
 
 def overflow_unless(target, known):
@@ -29,7 +29,14 @@ def overflow_unless(target, known):
     support.layers[0].register_forward_pre_hook(overflow)
 
 
-@pytest.fixture(params=[None, "gemma2", "gpt_oss", *RECURRENT])
+@pytest.fixture(
+    params=[
+        None,
+        "gemma2",
+        "lfm2",
+        *(pytest.param(each, marks=pytest.mark.slow) for each in ("gpt_oss", *RECURRENT[1:])),
+    ]
+)
 def target(request, make_target):
     if request.param is None:
         return make_target(seed=4)

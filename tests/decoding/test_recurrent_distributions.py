@@ -13,7 +13,7 @@ from tests.distributions import PROMPT, chi_square_p_value, distribution_of_call
 from tests.hybrids import HAVE_PROTOCOL, build
 
 pytestmark = pytest.mark.skipif(not HAVE_PROTOCOL, reason="needs a later transformers")
-KINDS = ["qwen3_5_text", "falcon_h1"]
+KINDS = ["qwen3_5_text", pytest.param("falcon_h1", marks=pytest.mark.slow)]
 
 
 @pytest.fixture(params=KINDS)

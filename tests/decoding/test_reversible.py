@@ -162,7 +162,7 @@ CALLS = {
 
 
 @pytest.mark.parametrize(("policy", "options"), CALLS.values(), ids=CALLS)
-@pytest.mark.parametrize("rows", [1, 4])
+@pytest.mark.parametrize("rows", [pytest.param(1, marks=pytest.mark.slow), 4])
 def test_answers_are_those_of_plain_decoding(pair, prompts, policy, options, rows):
     target, draft = pair
     draft.decoding, arrows = DecodingOptions(policy, prompt_lookup=True), random_arrows(64, [EOS])

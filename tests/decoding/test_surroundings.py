@@ -31,7 +31,13 @@ def autocast(enabled=True):
     return torch.autocast("cpu", torch.bfloat16, enabled=enabled)
 
 
-@pytest.fixture(params=["qwen3", pytest.param("mamba2", marks=RECURRENT), pytest.param("lfm2", marks=RECURRENT)])
+@pytest.fixture(
+    params=[
+        "qwen3",
+        pytest.param("mamba2", marks=[RECURRENT, pytest.mark.slow]),
+        pytest.param("lfm2", marks=RECURRENT),
+    ]
+)
 def any_target(request, make_target):
     return make_target() if request.param == "qwen3" else build(request.param)
 

@@ -198,9 +198,11 @@ OPTIONS = {
 }
 
 
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-@pytest.mark.parametrize("head", ["vanilla", "gated", "rnn", "selector", "domino"])
-@pytest.mark.parametrize("prompt_lookup", [False, True], ids=["", "prompt_lookup"])
+HEADS = ("vanilla", "gated", "rnn", "selector", "domino")
+TREES = [*itertools.product(HEADS, ["plain"], [False]), *itertools.product(HEADS[:2], ["penalty", "ends"], [True])]
+
+
+@pytest.mark.parametrize(("head", "options", "prompt_lookup"), TREES)
 def test_greedy_batches_with_trees_are_those_of_plain_decoding(make_target, head, options, prompt_lookup):
     target = make_target()
     torch.manual_seed(1)
@@ -208,7 +210,7 @@ def test_greedy_batches_with_trees_are_those_of_plain_decoding(make_target, head
                                                       confidence_head_with_markov=head != "domino",
                                                       markov_head_type=head)).eval()  # fmt: skip
     draft.decoding = DecodingOptions(policy=Scheduler(num_nodes=20), prompt_lookup=prompt_lookup)
-    greedy = {"do_sample": False, "max_new_tokens": 24, "pad_token_id": 0} | options
+    greedy = {"do_sample": False, "max_new_tokens": 24, "pad_token_id": 0} | OPTIONS[options]
     alone = [target.generate(torch.tensor([row]), **greedy)[0, len(row) :].tolist() for row in PROMPTS]
     batch = padded(PROMPTS)
     together = target.generate(**batch, assistant_model=draft, **greedy)[:, batch["input_ids"].shape[1] :].tolist()

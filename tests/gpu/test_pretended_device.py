@@ -313,6 +313,7 @@ def driver(monkeypatch):
     monkeypatch.setattr(torch.accelerator, "synchronize", lambda device: None)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("driver")
 @pytest.mark.filterwarnings("ignore")
 def test_measurements_find_the_same(pair, tokenizer, tmp_path):
@@ -347,7 +348,11 @@ def test_measurements_find_the_same(pair, tokenizer, tmp_path):
 
 @pytest.mark.parametrize(
     "kind, cached",
-    [("dspark", False), ("dspark", True), ("fill-in", False), ("pruned", False), ("eagle3", False), ("packed", False)],
+    [
+        ("dspark", True),
+        ("eagle3", False),
+        *(pytest.param(kind, False, marks=pytest.mark.slow) for kind in ("dspark", "fill-in", "pruned", "packed")),
+    ],
 )
 def test_training_steps_have_the_same_losses(kind, cached, tmp_path, monkeypatch):
     def losses(place):
@@ -394,7 +399,7 @@ def asked(target, draft, policy=None, **how):
     return [number / (many - few) for number in (more.launches, more.copies, more.waits.total())]
 
 
-@pytest.mark.parametrize("name", LIMITS)
+@pytest.mark.parametrize("name", [pytest.param(each, marks=[pytest.mark.slow] * (" by " in each)) for each in LIMITS])
 def test_a_round_waits_for_the_device_a_few_times(pairs, name):
     policy, how, *limits = LIMITS[name]
     found, (step, *_, waits) = asked(*pairs[DEVICE], policy, **how), asked(*pairs[DEVICE], **how)

@@ -93,6 +93,7 @@ def test_one_file_decodes_the_same_tokens_where_the_package_is_not_installed(ses
     assert "batches, and got 2 sequences" in batch and "trust_remote_code=True" in untrusted
 
 
+@pytest.mark.slow
 def test_the_package_takes_over_where_it_is_installed(session, published):
     report = session("package", DSPARK, EAGLE3)
     for repo in (DSPARK, EAGLE3):
@@ -102,6 +103,7 @@ def test_the_package_takes_over_where_it_is_installed(session, published):
     assert len({str(tokens[name]) for name in ("greedy", "sampled", "cut")}) == 3  # the calls do differ
 
 
+@pytest.mark.slow
 def test_a_draft_that_names_its_target_is_found_and_attached_also_without_the_hub(session, published, tmp_path):
     report = session("attach", "someone/for-target", HF_HOME=str(tmp_path))
     assert report == session("attach", HF_HOME=str(tmp_path), HF_HUB_OFFLINE="1")

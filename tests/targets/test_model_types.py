@@ -73,6 +73,15 @@ TYPES = {
 GPTJ = {"rotary_dim": 4, "n_embd": 32, "n_layer": 4, "n_head": 4, "n_positions": 128}
 if GPTJForCausalLM._supports_attention_backend:  # since 5.24
     TYPES["gptj"] = GPTJ
+# What no other type has: others are as one of these, or mixtures of them.
+QUICK = {
+    "llama", "mistral", "qwen3", "gemma3_text", "phi3", "gpt2", "opt", "gpt_oss", "deepseek_v3", "gemma4_text",
+    "gemma3n_text", "afmoe",
+}  # fmt: skip
+EACH_TYPE = pytest.mark.parametrize(
+    ("model_type", "facts"),
+    [pytest.param(*each, id=each[0], marks=[pytest.mark.slow] * (each[0] not in QUICK)) for each in TYPES.items()],
+)
 PROMPTS = [[3, 9, 12, 30, 7, 7, 21], [5], [11, 4, 8, 8, 25, 13, 17, 31, 22, 6, 5, 39], [14, 33, 20]]
 PLAIN = {"do_sample": False, "max_new_tokens": 20, "eos_token_id": None, "pad_token_id": 0}
 
@@ -142,14 +151,14 @@ def assert_decoded_as_if_alone(target, draft, new_tokens=14):
     return plain
 
 
-@pytest.mark.parametrize(("model_type", "facts"), TYPES.items(), ids=TYPES)
+@EACH_TYPE
 def test_every_row_of_a_ragged_batch_is_decoded_as_if_alone(model_type, facts):
     target, draft = make_pair(model_type, facts)
     assert_decoded_as_if_alone(target, draft, new_tokens=20)
     assert 1.5 < draft.last_stats.tau < 4.5
 
 
-@pytest.mark.parametrize(("model_type", "facts"), TYPES.items(), ids=TYPES)
+@EACH_TYPE
 def test_hidden_states_are_those_of_plain_generate(model_type, facts):
     target, draft = make_pair(model_type, facts)
     asked = PLAIN | {"max_new_tokens": 4, "return_dict_in_generate": True, "output_hidden_states": True}
@@ -162,7 +171,7 @@ def test_hidden_states_are_those_of_plain_generate(model_type, facts):
             torch.testing.assert_close(own.select(last, -1), layer.select(last, -1), rtol=1e-3, atol=1e-3)
 
 
-@pytest.mark.parametrize(("model_type", "facts"), TYPES.items(), ids=TYPES)
+@EACH_TYPE
 def test_trees_follow_their_own_branch_alone(model_type, facts):
     target, draft = make_pair(model_type, facts)
     greedy = PLAIN | {"max_new_tokens": 20}

@@ -27,7 +27,7 @@ def pair_of(name, block_size=4):
     return target, DSparkDraftModel(config).eval()
 
 
-@pytest.fixture(params=KINDS)
+@pytest.fixture(params=[*KINDS[:3], *(pytest.param(each, marks=pytest.mark.slow) for each in KINDS[3:])])
 def pair(request):
     return pair_of(request.param)
 
@@ -60,8 +60,9 @@ def assisted(target, draft, prompts, new_tokens, **options):
     return rows, output
 
 
-@pytest.mark.parametrize("right_part", [0.0, 0.6, 1.0])
-@pytest.mark.parametrize("lengths", [(7,), (3, 11, 6), (5, 1, 9, 2, 14)])
+@pytest.mark.parametrize(
+    ("lengths", "right_part"), [((7,), 0.6), ((3, 11, 6), 0.0), ((3, 11, 6), 1.0), ((5, 1, 9, 2, 14), 0.6)]
+)
 def test_rows_get_the_tokens_of_plain_decoding(pair, monkeypatch, lengths, right_part):
     target, draft = pair
     prompts = prompts_of(target, lengths)

@@ -62,7 +62,13 @@ QUANTISED = {
 }
 
 
-@pytest.mark.parametrize("options", QUANTISED.values(), ids=QUANTISED)
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param(each, id=name, marks=[pytest.mark.slow] * (name not in ("int8", "nf4_double")))
+        for name, each in QUANTISED.items()
+    ],
+)
 def test_quantised_target_decodes_every_row_as_if_alone(make_quantised, options):
     target = make_quantised(**options)
     draft = make_own_draft(target).to(torch.bfloat16)

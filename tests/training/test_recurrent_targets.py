@@ -23,7 +23,10 @@ def trainer_of(family, folder, **options):
     return DSparkTrainer(tiny_draft(target.config, "dspark"), target, arguments, rows, rows)
 
 
-@pytest.mark.parametrize("family", ["qwen3_5_text", "lfm2", "mamba", "nemotron_h"])
+@pytest.mark.parametrize(
+    "family",
+    ["qwen3_5_text", *(pytest.param(each, marks=pytest.mark.slow) for each in ("lfm2", "mamba", "nemotron_h"))],
+)
 def test_a_draft_learns(family, tmp_path):
     trainer = trainer_of(family, tmp_path)
     before = trainer.evaluate()

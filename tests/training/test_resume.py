@@ -19,13 +19,12 @@ from tests.training.train_tiny import Stream
 def test_resumed_run_continues_as_if_never_interrupted(make_trainer, make_draft, target, logged, tmp_path):
     whole = make_trainer(save_strategy="steps", save_steps=1)
     whole.train()
-    for step in (1, 2, 3):
-        resumed = make_trainer(make_draft(target, seed=99))
-        resumed.train(resume_from_checkpoint=str(tmp_path / "run" / f"checkpoint-{step}"))
-        assert resumed.state.global_step == whole.state.global_step == 4
-        assert logged(resumed, "loss") == logged(whole, "loss")
-        for name, value in whole.model.state_dict().items():
-            assert torch.equal(resumed.model.state_dict()[name], value), (step, name)
+    resumed = make_trainer(make_draft(target, seed=99))
+    resumed.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-2"))
+    assert resumed.state.global_step == whole.state.global_step == 4
+    assert logged(resumed, "loss") == logged(whole, "loss")
+    for name, value in whole.model.state_dict().items():
+        assert torch.equal(resumed.model.state_dict()[name], value), name
 
 
 @pytest.mark.slow
@@ -52,6 +51,7 @@ def test_resumed_run_of_every_kind_ends_in_the_same_bits_from_each_of_its_steps(
         assert all(torch.equal(weights[name], value) for name, value in resumed.model.state_dict().items()), step
 
 
+@pytest.mark.slow
 def test_resuming_a_stream_that_had_begun_again_says_that_its_place_is_not_known(tmp_path):
     def trainer() -> DSparkTrainer:
         options = {"max_steps": 4, "save_strategy": "steps", "save_steps": 1}
@@ -164,6 +164,7 @@ class InterruptedSave(TrainerCallback):
             interrupt()
 
 
+@pytest.mark.slow
 def test_older_checkpoints_are_deleted_once_the_new_one_is_whole(make_trainer, tmp_path, monkeypatch):
     """An interruption anywhere leaves one to go on from."""
     options = {"save_strategy": "steps", "save_steps": 2, "save_total_limit": 1, "callbacks": [InterruptedSave()]}

@@ -21,7 +21,7 @@ def test_cached_states_train_without_a_target(make_trainer, logged, make_draft, 
     assert len(logged(cached, "loss")) == 4
 
 
-@pytest.mark.parametrize("packing", [False, True])
+@pytest.mark.parametrize("packing", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_the_cache_is_filled_before_training(make_trainer, make_draft, target, rows, tmp_path, packing):
     folder = str(tmp_path / "cache")
     facts = {"feature_cache_dir": folder, "num_train_epochs": 1, "max_steps": -1, "max_length": 64}
@@ -36,8 +36,9 @@ def test_the_cache_is_filled_before_training(make_trainer, make_draft, target, r
     assert again.evaluate([rows[0] | {"input_ids": rows[0]["input_ids"][::-1]}])["eval_tau"] > 1 and len(calls) == 1
 
 
-@pytest.mark.parametrize("packing", [False, True])
-@pytest.mark.parametrize("kind", ["torch", "datasets"])
+@pytest.mark.parametrize(
+    ("kind", "packing"), [("torch", True), pytest.param("datasets", False, marks=pytest.mark.slow)]
+)
 def test_what_a_stream_brings_is_computed_when_it_comes(
     make_trainer, logged, make_draft, target, rows, tmp_path, monkeypatch, kind, packing
 ):
@@ -59,6 +60,7 @@ def test_what_a_stream_brings_is_computed_when_it_comes(
         make_trainer(make_draft(target), target=None, **facts, feature_cache_dir=str(tmp_path / "cache"))
 
 
+@pytest.mark.slow
 def test_rows_that_another_machine_has_filled_in_a_folder_of_its_own_are_computed(make_trainer, logged, tmp_path):
     trainers = [make_trainer(feature_cache_dir=str(tmp_path / name)) for name in ("shared", "own")]
     share = sorted((tmp_path / "own").rglob("states/*/*"))[::2]
