@@ -210,7 +210,7 @@ def train(parser: ArgumentParser) -> None:
     add("--eval_rows", type=within(int, 0), default=0, metavar="N", help=held_out)
     add("--output_dir", type=writable, required=True, metavar="FOLDER", help="of draft, card, checkpoints and results")
     add("--draft", type=model, metavar="MODEL", help="a draft to fine-tune; a new one is made unless given")
-    add("--draft_kind", choices=("dspark", "dflash", "eagle3"), help="of a new draft (dspark)")
+    add("--draft_kind", choices=("dspark", "dflash", "eagle3", "mtp"), help="of a new draft (dspark)")
     add("--num_hidden_layers", type=count, metavar="N", help="of a new draft; by the target's depth unless given")
     add("--block_size", type=count, metavar="N", help="tokens per block of a new draft (7)")
     add("--markov_rank", type=count, metavar="N", help="of a new dspark draft's Markov head (256); dflash has none")

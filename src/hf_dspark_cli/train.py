@@ -31,7 +31,7 @@ from .parser import PROGRAM, Parser
 
 LOSS_WEIGHTS = ("cross_entropy_weight", "l1_weight", "confidence_weight", "soft_cross_entropy_weight")
 # What a new draft of another kind is trained with, in the order above, unless a weight is given.
-OBJECTIVES = {"dflash": (1.0, 0.0, 0.0, 0.0), "eagle3": (0.0, 0.0, 0.0, 1.0)}
+OBJECTIVES = {"dflash": (1.0, 0.0, 0.0, 0.0), "eagle3": (0.0, 0.0, 0.0, 1.0), "mtp": (0.0, 0.0, 0.0, 1.0)}
 LAST = "last"
 
 
@@ -173,7 +173,8 @@ def _new_draft(options: Namespace, target: PreTrainedModel, seed: int) -> DraftM
     """Return an untrained draft in float32, with the same weights in every process."""
     facts = values_of(options, "block_size", "num_hidden_layers", "target_layer_ids")
     torch.manual_seed(seed)
-    if options.draft_kind == "eagle3":
+    if options.draft_kind in ("eagle3", "mtp"):
+        facts |= {"mtp": True} if options.draft_kind == "mtp" else {}
         return Eagle3DraftModel(Eagle3Config.from_target(target.config, **facts))
     heads = values_of(options, "markov_rank", "markov_head_type")
     facts |= WITHOUT_HEADS if options.draft_kind == "dflash" else heads

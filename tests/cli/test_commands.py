@@ -187,14 +187,15 @@ def test_training_ends_with_what_it_brought_and_the_commands_that_follow(answer,
     assert "hf-dspark calibrate" not in printed.err and "--eval_rows" in printed.err
 
 
-@pytest.mark.parametrize("kind", ["dflash", "eagle3"])
+@pytest.mark.parametrize("kind", ["dflash", "eagle3", "mtp"])
 def test_other_kinds_of_drafts_are_trained_with_their_own_objective(answer, kind):
     Path("rows.jsonl").write_text(3 * '{"prompt": "what is", "completion": " up not much up not much"}\n')
     arguments = answer(f"{TRAIN} --train_file rows.jsonl --draft_kind {kind} --output_dir out")["arguments"]
     hard, soft = (arguments[name] for name in ("cross_entropy_weight", "soft_cross_entropy_weight"))
     assert (hard, soft) == ((1.0, 0.0) if kind == "dflash" else (0.0, 1.0)) and arguments["l1_weight"] == 0
     model_class = DSparkDraftModel if kind == "dflash" else Eagle3DraftModel
-    assert model_class.from_pretrained("out").config.markov_rank == 0
+    config = model_class.from_pretrained("out").config
+    assert config.markov_rank == 0 and config.mtp == (kind == "mtp")
 
 
 def test_fine_tuning_starts_from_the_draft_that_is_given(capsys):

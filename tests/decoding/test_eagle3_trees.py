@@ -22,6 +22,7 @@ KINDS = {
     "pruned": {"draft_vocab_size": 2},
     "own_size": {"hidden_size": 16, "target_hidden_size": 32, "own_embedding": True, "own_lm_head": True},
     "draft_top_k": {"draft_top_k": 2},
+    "mtp": {"mtp": True, "target_layer_ids": [3], "norm_output": True},
 }
 
 
@@ -89,7 +90,7 @@ SHAPES = (
 def test_each_node_reads_what_a_chain_of_its_path_reads(make_target, kind):
     _, draft = make_pair(make_target, vocab_size=48, **kind | {"block_size": 4, "draft_vocab_size": None})
     for counts in ([5, 2, 1], [3, 0, 4]):  # none: its last round failed
-        features = [torch.randn(count, 2 * draft.config.feature_size) for count in counts]
+        features = [torch.randn(count, draft.config.num_taps * draft.config.feature_size) for count in counts]
         ids = [torch.randint(0, 48, (count,)) for count in counts]
         anchors = torch.stack([own[-1] if len(own) else torch.tensor(7) for own in ids])
         sampler, cache = AnyTree(3, SHAPES), SlotCache(3)

@@ -55,6 +55,9 @@ LOSS = LossWeights(
     position_decay=-1 / math.log(0.8),
 )  # fmt: skip
 
+MTP = {"mtp": True, "target_layer_ids": [3], "norm_output": True}
+KINDS = [{}, {"num_hidden_layers": 2}, MTP]
+
 
 def make_eagle3(target: PreTrainedModel, seed: int = 1, **overrides) -> Eagle3DraftModel:
     """Build a tiny draft; every parameter is random, so that each of them matters."""
@@ -191,13 +194,11 @@ def blocks_of(ids, positions, anchors, real=None):
     return layout, labels
 
 
-@pytest.mark.parametrize("num_hidden_layers", [1, 2])
+@pytest.mark.parametrize("kind", KINDS, ids=str)
 @torch.no_grad()
-def test_training_distribution_is_the_decoding_distribution_in_packed_documents(
-    monkeypatch, target, num_hidden_layers
-):
+def test_training_distribution_is_the_decoding_distribution_in_packed_documents(monkeypatch, target, kind):
     monkeypatch.setattr(block_attention, "CHUNK_ROWS", 3)
-    draft = make_eagle3(target, num_hidden_layers=num_hidden_layers)
+    draft = make_eagle3(target, **kind)
     ids, features, positions = packed_documents(draft)
     layout, labels = blocks_of(ids, positions, [[1, 5, 7, 9, 12, 15], [2, 3, 8, 11, 14, 16]])
     logits = draft.base_logits(draft.block_hidden(ids, features, layout, labels))
@@ -210,9 +211,9 @@ def test_training_distribution_is_the_decoding_distribution_in_packed_documents(
             close(logits[row, block], torch.cat(forced.scores), atol=1e-5)
 
 
-@pytest.mark.parametrize("num_hidden_layers", [1, 2])
-def test_dummies_and_first_tokens_leave_no_trace(target, num_hidden_layers):
-    draft = make_eagle3(target, num_hidden_layers=num_hidden_layers)
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+def test_dummies_and_first_tokens_leave_no_trace(target, kind):
+    draft = make_eagle3(target, **kind)
     ids, features, positions = packed_documents(draft)
     real = torch.tensor([[True, True, True, False], [True, True, False, False]])
     layout, labels = blocks_of(ids, positions, [[0, 6, 8, 0], [5, 13, 0, 0]], real)
@@ -224,10 +225,11 @@ def test_dummies_and_first_tokens_leave_no_trace(target, num_hidden_layers):
 
 
 @pytest.mark.parametrize("use_reentrant", [True, False])
-def test_gradients_reach_every_parameter_and_are_the_same_with_checkpointing(target, use_reentrant):
+@pytest.mark.parametrize("kind", KINDS[1:], ids=str)
+def test_gradients_reach_every_parameter_and_are_the_same_with_checkpointing(target, use_reentrant, kind):
     gradients = []
     for checkpointing in (False, True):
-        draft = make_eagle3(target, num_hidden_layers=2).train()
+        draft = make_eagle3(target, **kind).train()
         if checkpointing:
             draft.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
         ids, features, positions = packed_documents(draft)
@@ -243,10 +245,10 @@ def test_gradients_reach_every_parameter_and_are_the_same_with_checkpointing(tar
 # ---- decoding rounds
 
 
-@pytest.mark.parametrize("overrides", [{}, {"num_hidden_layers": 2}, {"draft_top_k": 5}], ids=str)
+@pytest.mark.parametrize("overrides", [*KINDS, {"draft_top_k": 5}], ids=str)
 def test_packed_rows_are_drafted_as_if_each_were_alone(target, overrides):
     draft = make_eagle3(target, **overrides)
-    width = 2 * draft.config.hidden_size
+    width = draft.config.num_taps * draft.config.hidden_size
     together, alone = SlotCache(3), [SlotCache() for _ in range(3)]
     for counts in ([5, 1, 9], [2, 4, 1], [0, 3, 2]):  # none: its last round failed
         features = [torch.randn(count, width) for count in counts]
@@ -465,7 +467,9 @@ def test_round_leaves_the_target_distribution_unchanged(make_target, monkeypatch
 # ---- loading and saving
 
 
-def test_checkpoint_survives_saving_and_loading(draft, target, tmp_path):
+@pytest.mark.parametrize("kind", KINDS[1:], ids=str)
+def test_checkpoint_survives_saving_and_loading(target, tmp_path, kind):
+    draft = make_eagle3(target, **kind)
     draft.save_pretrained(tmp_path)
     saved = load_file(tmp_path / "model.safetensors")
     assert not [name for name in saved if "embed_tokens" in name or "lm_head" in name]

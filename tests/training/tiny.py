@@ -17,6 +17,10 @@ KINDS = {
         {"cross_entropy_weight": 1.0, "l1_weight": 0.0, "confidence_weight": 0.0},
     ),
     "eagle3": ({}, {"cross_entropy_weight": 0.0, "l1_weight": 0.0, "soft_cross_entropy_weight": 1.0}),
+    "mtp": (
+        {"mtp": True, "target_layer_ids": [3], "norm_output": True},
+        {"cross_entropy_weight": 0.0, "l1_weight": 0.0, "soft_cross_entropy_weight": 1.0},
+    ),
     "packed": ({}, {"packing": True, "max_length": 64, "num_anchors": 1000}),
 }
 
@@ -43,7 +47,7 @@ def tiny_pair(kind: str = "dspark") -> tuple[PreTrainedModel, DraftModel]:
 def tiny_draft(target_config: PreTrainedConfig, kind: str) -> DraftModel:
     """A draft of a kind with random weights."""
     facts = {"block_size": 4, "target_layer_ids": [0, 2]} | KINDS[kind][0]
-    if kind == "eagle3":
+    if kind in ("eagle3", "mtp"):
         draft = Eagle3DraftModel(Eagle3Config.from_target(target_config, **facts))
     else:
         facts = {"num_hidden_layers": 2, "markov_rank": 6} | facts

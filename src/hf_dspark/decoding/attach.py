@@ -22,11 +22,12 @@ from ..models.prompt_lookup import PromptLookup
 from ..scheduling.options import DecodingOptions
 from ..scheduling.prompt_lookup import AnswerMemory
 from ..targets.assistant_draft import AssistantDraft, as_draft
+from ..targets.mtp_draft import MTPDraft
 from ..targets.support import TargetSupport
 from .checks import refuse
 from .hook import plan_call
 
-AUTO, NGRAM = "auto", "ngram"
+AUTO, NGRAM, MTP = "auto", "ngram", "mtp"
 logger = logging.get_logger(__name__)
 
 
@@ -111,11 +112,13 @@ def attach(
         target (`PreTrainedModel`): The causal LM, or what PEFT or `torch.compile` made of it.
         draft (`PreTrainedModel`, `str` or `PathLike`): A draft, which replaces one that is attached, or a causal LM
             with the target's tokenizer (an [`AssistantDraft`]); the folder or repository of one; `"ngram"` for
-            [`PromptLookup`]; or `"auto"` for a draft that is found on the Hub, by the `base_model` of its card, or in
-            the local cache. A log line says what was taken; if nothing is found, calls stay plain.
+            [`PromptLookup`]; `"mtp"` for the target's own [`MTPDraft`]; or `"auto"` for a draft that is found on the
+            Hub, by the `base_model` of its card, or in the local cache. A log line says what was taken; if nothing is
+            found, calls stay plain.
         remember (`bool`): Whether prompt lookup also searches the latest answers ([`AnswerMemory`]), until it is
             detached. Not where several people use the model. Without effect where `draft.decoding` has a policy.
-        options: For loading a draft by its name, as in `from_pretrained`. Default: dtype and device of the target.
+        options: For loading a draft by its name, as in `from_pretrained`; `block_size` of `"mtp"`. Default: dtype and
+            device of the target.
 
     Returns:
         [`Attachment`], also as a context manager: after the block, what was attached before is so again.
@@ -135,6 +138,8 @@ def attach(
     target = _called(target)
     if draft == NGRAM:
         draft = PromptLookup(target)
+    elif draft == MTP:
+        draft, options = MTPDraft(target, **options), {}
     if isinstance(draft, str | os.PathLike):
         name = os.fspath(draft)
         draft = _found(target, options) if name == AUTO else _named(target, name, options)
@@ -170,7 +175,7 @@ def _called(target: Any) -> PreTrainedModel:
 
 
 def _named(target: PreTrainedModel, name: str, options: dict[str, Any]) -> DraftModel:
-    if not os.path.exists(name) and (near := get_close_matches(name.lower(), (AUTO, NGRAM), 1, 0.7)):
+    if not os.path.exists(name) and (near := get_close_matches(name.lower(), (AUTO, NGRAM, MTP), 1, 0.7)):
         raise ValueError(f"there is no draft {name!r}; did you mean {near[0]!r}?")
     return _loaded(target, name, options, loader_of(name, options, AssistantDraft.from_pretrained))
 

@@ -40,6 +40,7 @@ _FIELDS = {
     re.compile(pattern): fields
     for pattern, fields in {
         "markov": ("markov_rank", "markov_head_type"),
+        "eh_proj|enorm": ("mtp",),
         "confidence": ("enable_confidence_head", "confidence_head_with_markov"),
         r"\.bias": ("attention_bias", "attention_output_bias", "mlp_bias"),
         r"[qk]_norm": ("qk_norm", "head_dim"),

@@ -103,7 +103,7 @@ def _norms(*names: str) -> tuple[Field, ...]:
 
 
 # What the layers of all have in common. Drafts of several layers give the embedding to the first one alone.
-_COMMON = {name: value for name, value in QWEN3_EMBEDDING.items() if name != "mlp_bias"}
+_COMMON = {name: value for name, value in QWEN3_EMBEDDING.items() if name != "mlp_bias"} | {"mtp": False}
 _FIRST_ALONE = Field("embedding_in_all_layers", read=lambda c: False, write=OMIT)
 _EMBEDDING_ONCE = {
     "its first layer alone reads the embedded token, here all of them do": lambda c: (

@@ -314,6 +314,7 @@ REASONS = {(name, False): "its layers are those of Qwen3, not of Gemma" for name
     ("qk_norm", True): "its layers normalise queries and keys, the draft's do not",
     ("mlp_bias", False): "it has no biases in the MLPs",
     ("attention_bias", False): "its projections have no biases",
+    ("mtp", False): "its drafts are no MTP modules",
     ("attention_sinks", False): "its attention has no sinks: use the format 'sglang'",
     ("rope_interleaved", False): "it turns the halves of a head against each other, this draft neighbours "
     "(rope_interleaved): use the format 'sglang'",

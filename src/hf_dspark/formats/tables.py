@@ -233,7 +233,7 @@ DEEPSPEC_EAGLE3 = Format(
         "target_model_name_or_path": lambda c, facts: None if facts is None else facts.name_or_path,
     },
     constants=QWEN3_EMBEDDING
-    | dict.fromkeys(("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output"), False)
+    | dict.fromkeys(("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output", "mtp"), False)
     | {"qk_norm": True, "embedding_in_all_layers": True, "draft_vocab_size": None, "target_hidden_size": None},
     # DeepSpec's loader asks for step_loss_decay, which weights its training loss; 0.8 is its default.
     base=lambda facts: _DEEPSPEC_BASE | {"architectures": ["Qwen3Eagle3Model"], "step_loss_decay": 0.8},

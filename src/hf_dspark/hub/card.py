@@ -94,7 +94,7 @@ def model_card(
 
 def draft_kind(config: PreTrainedConfig) -> str:
     if config.is_autoregressive:
-        return "Eagle3"
+        return "MTP" if config.mtp else "Eagle3"
     kinds = {"selector": "DFlash 2", "domino": "Domino"}
     return kinds.get(config.markov_head_type, "DSpark") if config.markov_rank else "DFlash"
 

@@ -1,6 +1,7 @@
 """Which kinds of drafts there are, loading one of any kind, and telling drafts from other things."""
 
 import os
+import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -35,6 +36,11 @@ def names_a_draft(name_or_path: str | os.PathLike, **hub_kwargs: Any) -> bool:
         return draft_model_type(Checkpoint(name_or_path, **hub_kwargs).config) in DRAFTS
     except (ValueError, TypeError):  # whoever loads it says what is wrong
         return False
+
+
+def holds_tensors(name_or_path: str | os.PathLike, pattern: re.Pattern[str], **hub_kwargs: Any) -> bool:
+    """Tell whether a folder or repository holds tensors of such names. Headers alone are read."""
+    return any(map(pattern.search, Checkpoint(name_or_path, **hub_kwargs).tensors))
 
 
 def loader_of(name_or_path: str | os.PathLike, options: Mapping[str, Any], ordinary: Callable) -> Callable:

@@ -1,11 +1,15 @@
 """The configuration of an Eagle3 draft: facts about the model, and nothing else."""
 
 from collections.abc import Iterator
-from typing import ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from huggingface_hub.dataclasses import strict
+from transformers import PreTrainedConfig
 
-from .configuration_draft import DraftConfig
+from .configuration_draft import DraftConfig, text_config
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 NUM_DEFAULT_TAPS = 3
 
@@ -28,6 +32,9 @@ class Eagle3Config(DraftConfig):
             alone. Drafts of one layer do not differ.
         norm_before_residual (`bool`): Whether the residual of layers that read the embedding is what their norm gave.
         fc_norm, norm_before_fc (`bool`): A norm for each tapped layer, or one for all together, before `fc`.
+        mtp (`bool`): Whether it is built as multi-token prediction modules are (DeepSeek-V3, GLM-4.5, Qwen3-Next): it
+            reads the target's last hidden state alone, `target_layer_ids` being the last layer, without an `fc`; a
+            projection of normalised embedding and hidden state enters an ordinary decoder layer.
         norm_output (`bool`): Whether the next step reads the output after the final norm (EAGLE-3.1), not before.
         kwargs: As for [`DraftConfig`].
 
@@ -50,6 +57,7 @@ class Eagle3Config(DraftConfig):
     fc_norm: bool = False
     norm_before_fc: bool = False
     norm_output: bool = False
+    mtp: bool = False
 
     def rules(self) -> Iterator[tuple[bool, str, str]]:
         size = self.target_hidden_size
@@ -61,6 +69,20 @@ class Eagle3Config(DraftConfig):
             yield has or self.feature_size == self.hidden_size, name, "be True: the target's has rows of another size"
         need = "not be True together with fc_norm: the features pass one of them"
         yield not (self.fc_norm and self.norm_before_fc), "norm_before_fc", need
+        if self.mtp:
+            last = (self.num_target_layers or 0) - 1
+            yield last >= 0, "num_target_layers", "be known: an MTP draft reads the last layer"
+            yield self.target_layer_ids == [last], "target_layer_ids", f"be [{last}], the last layer, with mtp=True"
+            for name in ("fc_norm", "norm_before_fc", "norm_before_residual", "target_hidden_size"):
+                yield not getattr(self, name), name, "not be set with mtp=True, which has no such part"
+
+    @classmethod
+    def from_target(cls, target_config: "PreTrainedConfig | PreTrainedModel", **overrides: Any) -> "Eagle3Config":
+        """As [`DraftConfig.from_target`]; with `mtp=True`, one token from the target's last hidden state."""
+        last, usual = text_config(target_config).num_hidden_layers - 1, {}
+        if overrides.get("mtp"):
+            usual = {"target_layer_ids": [last], "norm_output": True, "block_size": 1}
+        return super().from_target(target_config, **(usual | overrides))
 
     @property
     def has_lm_head(self) -> bool:

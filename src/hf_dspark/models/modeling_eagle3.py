@@ -31,9 +31,12 @@ class Eagle3Layer(DraftLayer):
 
     def __init__(self, config: Eagle3Config, layer_idx: int) -> None:
         reads_embedding = layer_idx == 0 or config.embedding_in_all_layers
-        super().__init__(config, layer_idx, (1 + reads_embedding) * config.hidden_size)
+        size, projects = config.hidden_size, reads_embedding and config.mtp
+        super().__init__(config, layer_idx, (1 + (reads_embedding and not projects)) * size)
         self.norm_before_residual = config.norm_before_residual
-        self.hidden_norm = DSparkRMSNorm(config.hidden_size, config.rms_norm_eps) if reads_embedding else None
+        self.hidden_norm = DSparkRMSNorm(size, config.rms_norm_eps) if reads_embedding else None
+        self.enorm = DSparkRMSNorm(size, config.rms_norm_eps) if projects else None
+        self.eh_proj = nn.Linear(2 * size, size, bias=False) if projects else None
 
     def forward(
         self,
@@ -49,7 +52,9 @@ class Eagle3Layer(DraftLayer):
         Returns the output `[B, Q, d]` of the slots `rows`, and keys and values of all slots, `[B, kv_heads, T, size]`.
         `earlier` are keys and values of earlier passes.
         """
-        if self.hidden_norm is None:
+        if self.eh_proj is not None:
+            hidden = self.eh_proj(torch.cat([self.enorm(embeds), self.hidden_norm(hidden)], dim=-1))
+        if self.hidden_norm is None or self.eh_proj is not None:
             states = self.input_layernorm(hidden)
         else:
             normed = self.hidden_norm(hidden)
@@ -100,7 +105,8 @@ class Eagle3DraftModel(DraftModel):
     """An Eagle3 draft: γ passes of one layer, each after the tokens drawn from the last one.
 
     Load one with `from_pretrained(name_or_path)`: a folder or a Hub repository that this package, DeepSpec, EAGLE,
-    SpecForge, speculators, Model-Optimizer or AngelSlim wrote.
+    SpecForge, speculators, Model-Optimizer or AngelSlim wrote. With `Eagle3Config(mtp=True)` it is a trainable MTP
+    module; a target's own is a [`MTPDraft`].
 
     Train it with soft cross-entropy, as the reference does. There, a slot is masked by the two tokens before its
     label, which leaves out the first two tokens of each supervised stretch and takes in the one after it; here it is
@@ -126,7 +132,7 @@ class Eagle3DraftModel(DraftModel):
         self.input_norm = DSparkRMSNorm(width, eps) if config.norm_before_fc else None
         norms = (DSparkRMSNorm(config.feature_size, eps) for _ in range(config.num_taps * config.fc_norm))
         self.fc_norm = nn.ModuleList(norms)
-        self.fc = nn.Linear(width, size, bias=False)
+        self.fc = None if config.mtp else nn.Linear(width, size, bias=False)
         self.layers = nn.ModuleList(Eagle3Layer(config, index) for index in range(config.num_hidden_layers))
         self.norm = DSparkRMSNorm(size, eps)
         self.add_own_weights()
@@ -148,6 +154,8 @@ class Eagle3DraftModel(DraftModel):
         if self.config.fc_norm:
             parts = zip(self.fc_norm, features.chunk(len(self.fc_norm), dim=-1), strict=True)
             features = torch.cat([norm(part) for norm, part in parts], dim=-1)
+        if self.fc is None:  # reentrant checkpointing asks for an input that has a gradient
+            return features.detach().requires_grad_(self.training)
         return self.fc(features)
 
     def _read(

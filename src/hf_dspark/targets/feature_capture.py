@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers.utils import ModelOutput
 
 from .support import TargetSupport
 
@@ -17,7 +18,8 @@ from .support import TargetSupport
 class FeatureCapture:
     """While entered or attached, keeps the tapped hidden states of the latest pass through a target's layers.
 
-    Tapped are `target_layer_ids`: -1 for the embedding output (the input of layer 0), i for the output of layer i.
+    Tapped are `target_layer_ids`: -1 for the embedding output (the input of layer 0), i for the output of layer i; of
+    the last layer, what transformers reports, after the final norm.
     """
 
     def __init__(self, support: TargetSupport, target_layer_ids: Sequence[int]) -> None:
@@ -27,7 +29,8 @@ class FeatureCapture:
         self.target_layer_ids = tuple(target_layer_ids)
         self._captured: dict[int, torch.Tensor] = {}
         self._thread = 0  # that runs the passes: others may run their own at the same time
-        tapped = [(layer_id, layers[max(0, layer_id)]) for layer_id in self.target_layer_ids]
+        places = [*layers[:-1], support.decoder] if len(layers) - 1 in self.target_layer_ids else layers
+        tapped = [(layer_id, places[max(0, layer_id)]) for layer_id in self.target_layer_ids]
         self._taps = [(layer, partial(self._keep, layer_id)) for layer_id, layer in tapped]
         self._traced_taps = [(layer, partial(_keep_traced, layer_id)) for layer_id, layer in tapped]
 
@@ -114,7 +117,7 @@ def _keep_traced(layer_id: int, module: nn.Module, args: tuple, found: Any) -> N
 def _states(layer_id: int, args: tuple, found: Any) -> torch.Tensor:
     if layer_id == -1:
         found = args[0] if args else found["hidden_states"]
-    return found[0] if isinstance(found, (tuple, list)) else found
+    return found[0] if isinstance(found, (tuple, list, ModelOutput)) else found
 
 
 def remove_hook(module: nn.Module, hook: Callable) -> None:
