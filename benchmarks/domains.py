@@ -62,7 +62,10 @@ DRAFTS = {
     "dflash_5": (5, 0, DFLASH),
     "dflash_fill_in_2": (2, 0, DFLASH),  # its anchor's slot predicts nothing: the layout of transformers' own DFlash
     "eagle3": (1, None, EAGLE3),
+    "mtp": (1, None, EAGLE3),  # one token a round
+    "v4_2": (2, 128, DSPARK),
 }
+NEW_KINDS = {"mtp": {"mtp": True}, "v4_2": {"num_experts": 8, "hc_mult": 4}}
 RIVALS = ("dflash", "eagle3", "fill_in", "assistant")  # as [`Models`] calls them
 NUM_EVAL_ROWS = 300
 MAX_LENGTH = 384  # tokens of a training row
@@ -158,7 +161,7 @@ class Workshop:
                 processing_class=tokenizer, optimizers=(optimizer, None),
             )  # fmt: skip
             train_to_the_end(trainer, draft, folder)
-        kind = Eagle3DraftModel if name == "eagle3" else DSparkDraftModel
+        kind = Eagle3DraftModel if DRAFTS[name][1] is None else DSparkDraftModel
         return kind.from_pretrained(folder, dtype="float32").eval()
 
     def models(self, rivals: Collection[str] = RIVALS, block_size: int = GAMMA) -> Models:
@@ -199,6 +202,7 @@ def make_draft(name: str, target: PreTrainedModel, tokenizer: Any, block_size: i
     num_layers, rank, _ = DRAFTS[name]
     last_tapped = target.config.num_hidden_layers - 2  # from the first layer to the last that may be tapped
     facts = {"block_size": block_size, "target_layer_ids": [round(last_tapped * part / 4) for part in range(5)]}
+    facts = NEW_KINDS[name] if name == "mtp" else facts | NEW_KINDS.get(name, {})
     torch.manual_seed(0)
     if rank is None:
         return Eagle3DraftModel(Eagle3Config.from_target(target.config, **facts))
@@ -253,7 +257,7 @@ def measured_acceptance(
 
 def kinds(
     work_dir: Path = Path("out/domains"),
-    drafts: tuple[str, ...] = tuple(name for name in DRAFTS if "fill_in" not in name),
+    drafts: tuple[str, ...] = tuple(name for name in DRAFTS if "fill_in" not in name and name not in NEW_KINDS),
     num_answers: int = 1000,
     steps: int = 500,
     num_prompts: int = 60,

@@ -42,6 +42,7 @@ HEADS = {
     "domino": {"markov_head_type": "domino", "markov_start": 1, "confidence_head_with_markov": False},
     "domino_fill_in": {"markov_head_type": "domino", "markov_state_size": 3, "sample_from_anchor": False}
     | {"confidence_head_with_markov": False},
+    "v4": {"num_experts": 3, "hc_mult": 2},
 }
 
 

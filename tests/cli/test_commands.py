@@ -190,7 +190,8 @@ def test_training_ends_with_what_it_brought_and_the_commands_that_follow(answer,
 @pytest.mark.parametrize("kind", ["dflash", "eagle3", "mtp"])
 def test_other_kinds_of_drafts_are_trained_with_their_own_objective(answer, kind):
     Path("rows.jsonl").write_text(3 * '{"prompt": "what is", "completion": " up not much up not much"}\n')
-    arguments = answer(f"{TRAIN} --train_file rows.jsonl --draft_kind {kind} --output_dir out")["arguments"]
+    command = TRAIN.replace("--target_layer_ids 0 2", "") if kind == "mtp" else TRAIN  # it reads the last one
+    arguments = answer(f"{command} --train_file rows.jsonl --draft_kind {kind} --output_dir out")["arguments"]
     hard, soft = (arguments[name] for name in ("cross_entropy_weight", "soft_cross_entropy_weight"))
     assert (hard, soft) == ((1.0, 0.0) if kind == "dflash" else (0.0, 1.0)) and arguments["l1_weight"] == 0
     model_class = DSparkDraftModel if kind == "dflash" else Eagle3DraftModel

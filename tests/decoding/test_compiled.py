@@ -127,6 +127,14 @@ def test_rounds_of_any_kind_give_the_same_tokens_without_another_graph(rows, gra
     assert len(graphs) <= (2 + 3) * (1 + (rows > 1))
 
 
+def test_experts_and_streams_are_in_the_graph(graphs, pair, make_draft):
+    target, taps = pair[0], pair[1].config.target_layer_ids
+    draft = make_draft(target, num_experts=4, hc_mult=2, target_layer_ids=taps)
+    expected = decoded((target, draft), 2, DecodingOptions(policy=FullBlock()), **GREEDY)
+    found = decoded((target, draft), 2, DecodingOptions(policy=FullBlock(), compile=True), **GREEDY)
+    assert torch.equal(found, expected) and len(graphs) >= 2
+
+
 @pytest.mark.slow
 def test_no_graph_is_made_after_the_first_rounds(graphs, pair):
     options = DecodingOptions(policy=ConfidenceThreshold(0.5), compile=True)

@@ -321,6 +321,7 @@ FIELDS = {
     "markov_head_type": ["gated", "rnn", "selector", "domino"], "enable_confidence_head": [False],
     "confidence_head_with_markov": [False], "sample_from_anchor": [False, True], "draft_vocab_size": [20],
     "attention_sinks": [True], "rope_interleaved": [True], "conv_kernel_size": [2],
+    "num_experts": [4], "num_experts_per_tok": [1], "moe_intermediate_size": [8], "hc_mult": [2],
     "rope_parameters": [
         {"rope_type": "default", "rope_theta": 7000.0},
         {"rope_type": "default", "rope_theta": 7000.0, "partial_rotary_factor": 0.5},
@@ -334,6 +335,7 @@ TOGETHER = {
     "enable_confidence_head": {"confidence_head_with_markov": False},
     "layer_types": {"sliding_window": 8}, "num_hidden_layers": {"layer_types": None},
 }  # fmt: skip
+TOGETHER |= dict.fromkeys(("num_experts_per_tok", "moe_intermediate_size"), {"num_experts": 4})
 SLIDES = {"layer_types": ["sliding_attention"] * 2, "sliding_window": 8}
 TOGETHER |= dict.fromkeys(("sliding_window", "causal_sliding", "sliding_from_anchor"), SLIDES)
 # Calibration travels in a file beside the format, tensors tell of weights of the draft's own, the target of a norm in

@@ -21,6 +21,7 @@ KINDS = {
         {"mtp": True, "target_layer_ids": [3], "norm_output": True},
         {"cross_entropy_weight": 0.0, "l1_weight": 0.0, "soft_cross_entropy_weight": 1.0},
     ),
+    "v4": ({"num_experts": 4, "hc_mult": 2}, {}),
     "packed": ({}, {"packing": True, "max_length": 64, "num_anchors": 1000}),
 }
 

@@ -41,6 +41,8 @@ _FIELDS = {
     for pattern, fields in {
         "markov": ("markov_rank", "markov_head_type"),
         "eh_proj|enorm": ("mtp",),
+        r"_hc\.|hc_head": ("hc_mult",),
+        r"experts|mlp\.gate\.": ("num_experts", "moe_intermediate_size"),
         "confidence": ("enable_confidence_head", "confidence_head_with_markov"),
         r"\.bias": ("attention_bias", "attention_output_bias", "mlp_bias"),
         r"[qk]_norm": ("qk_norm", "head_dim"),

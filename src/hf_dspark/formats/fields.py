@@ -338,8 +338,12 @@ NO_SUCCESSORS = {
         or (c.markov_rank > 0 and (c.markov_start > 0 or c.markov_head_type in ("selector", "domino")))
     )
 }
+NO_V4_LAYERS = {
+    "its layers have no experts and no hyper-connections (num_experts, hc_mult)": lambda c: c.num_experts or c.hc_mult
+}
 ONLY_QWEN3_LAYERS = {
     **NO_SUCCESSORS,
+    **NO_V4_LAYERS,
     "it scales attention scores by head_dim ** -0.5 and has no field for another factor": lambda c: (
         getattr(c, "attention_scaling", None) not in (None, c.head_dim**-0.5)
     ),

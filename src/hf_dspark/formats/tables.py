@@ -13,6 +13,7 @@ from .fields import (
     COMMON,
     NO_FILL_IN,
     NO_SUCCESSORS,
+    NO_V4_LAYERS,
     NO_WINDOW_FROM_ANCHOR,
     OMIT,
     ONE_BIAS_FLAG,
@@ -202,6 +203,7 @@ DEEPSPEC_GEMMA4 = Format(
     unreadable={"Gemma 4 drafts with sliding layers have two head sizes in one model": slides_there},
     refusals={
         **NO_FILL_IN,
+        **NO_V4_LAYERS,
         "its embedding rows are scaled by the root of their size, this draft's by another factor": lambda c: (
             abs(c.embedding_scale - c.hidden_size**0.5) > 1e-6
         ),

@@ -115,6 +115,8 @@ class DraftConfig(PreTrainedConfig):
     draft_vocab_size: ClassVar[int | None] = None
     target_hidden_size: ClassVar[int | None] = None
     mtp: ClassVar[bool] = False
+    num_experts: ClassVar[int] = 0
+    hc_mult: ClassVar[int] = 0
     # Whether a block takes one pass per token; if so, each context slot also reads the committed token after it.
     is_autoregressive: ClassVar[bool] = False
     taps_by_depth: ClassVar[bool] = False  # whether `target_layer_ids` may be left to the depth of the target

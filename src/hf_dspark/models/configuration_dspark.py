@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
 # Their classes stand in `heads.py`, in this order. The last two are DFlash 2's and Domino's.
 MARKOV_HEAD_TYPES = ("vanilla", "gated", "rnn", "selector", "domino")
+MAX_EXPERTS, MAX_STREAMS = 4096, 64
 LAYER_TYPES = ("full_attention", "sliding_attention")
 # What makes a draft DFlash.
 WITHOUT_HEADS = {"markov_rank": 0, "enable_confidence_head": False, "confidence_head_with_markov": False}
@@ -61,6 +62,11 @@ class DSparkConfig(DraftConfig):
         attention_sinks (`bool`): A learnt score per head that takes attention weight and gives nothing (MiMo).
         embedding_norm (`bool`): Whether embedding rows pass the norm that a target may have inside its embedding
             (Muse Glimmer); drafts of other projects read the bare table.
+        num_experts (`int`): Routed experts of each layer's MLP, beside a shared one (DeepSeek-V4); 0 for a dense MLP.
+        num_experts_per_tok, moe_intermediate_size (`int`): How many of them read a token, and the width of each, also
+            of the shared one; `None` divides `intermediate_size` among those that read a token.
+        hc_mult (`int`): Residual streams that manifold-constrained hyper-connections mix around attention and MLP
+            (DeepSeek-V4 has 4); 0 for ordinary residuals.
         kwargs: As for [`DraftConfig`]. Of `draft_top_k` candidates, three quarters are those with the best base
             logits, one quarter those that the Markov head favours most after the previous token.
 
@@ -103,6 +109,10 @@ class DSparkConfig(DraftConfig):
     draft_vocab_size: int | None = None
     attention_sinks: bool = False
     embedding_norm: bool = True
+    num_experts: int = 0
+    num_experts_per_tok: int = 2
+    moe_intermediate_size: int | None = None
+    hc_mult: int = 0
 
     def __post_init__(self, **kwargs: Any) -> None:
         if self.layer_types is None:
@@ -111,6 +121,8 @@ class DSparkConfig(DraftConfig):
             self.mask_token_id = self.vocab_size - 1
         if self.markov_state_size is None and self.markov_head_type == "domino":
             self.markov_state_size = self.markov_rank
+        if self.moe_intermediate_size is None and self.num_experts:
+            self.moe_intermediate_size = max(1, self.intermediate_size // (1 + max(self.num_experts_per_tok, 0)))
         super().__post_init__(**kwargs)
         self.check_entries("sts_temperatures", check_temperatures)
         self.check_entries("confidence_fits", check_logit_fits)
@@ -139,6 +151,14 @@ class DSparkConfig(DraftConfig):
         divides = group >= 1 and self.hidden_size % group == 0
         yield self.conv_kernel_size == 0 or divides, "conv_group_size", f"divide the hidden size {self.hidden_size}"
         yield pruned is None or 1 <= pruned <= self.vocab_size, "draft_vocab_size", f"lie in [1, {self.vocab_size}]"
+        experts, width, most = self.num_experts, self.moe_intermediate_size, MAX_SIZES["intermediate_size"]
+        yield 0 <= experts <= MAX_EXPERTS, "num_experts", f"lie in [0, {MAX_EXPERTS}]"
+        reading = self.num_experts_per_tok
+        yield not experts or 1 <= reading <= experts, "num_experts_per_tok", f"lie in [1, {experts}]"
+        yield width is None or 1 <= width <= most, "moe_intermediate_size", f"lie in [1, {most}]"
+        yield 0 <= self.hc_mult <= MAX_STREAMS, "hc_mult", f"lie in [0, {MAX_STREAMS}]"
+        for name in ("sandwich_norms", "layer_scalar"):
+            yield not (self.hc_mult and getattr(self, name)), name, "be False with hyper-connections (hc_mult)"
         temperatures, fits, regimes = self.sts_temperatures, self.confidence_fits, set(self.sibling_acceptance or ())
         need = "be None without a confidence head"
         yield self.enable_confidence_head or not temperatures, "sts_temperatures", need

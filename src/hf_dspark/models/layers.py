@@ -12,6 +12,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from .block_attention import CachedPass, KeyRanges, SlidingWindow
 from .configuration_draft import DraftConfig
+from .v4_layers import mixture_of_experts
 
 if TYPE_CHECKING:
     from .configuration_dspark import DSparkConfig
@@ -171,7 +172,7 @@ class DraftLayer(GradientCheckpointingLayer):
     def __init__(self, config: DraftConfig, layer_idx: int, input_size: int) -> None:
         super().__init__()
         self.self_attn = DraftAttention(config, layer_idx, input_size)
-        self.mlp = DSparkMLP(config)
+        self.mlp = mixture_of_experts(config) if config.num_experts else DSparkMLP(config)
         self.sandwich_norms = config.sandwich_norms
         self.input_layernorm = DSparkRMSNorm(config.hidden_size, config.rms_norm_eps)
         # With sandwich norms (Gemma) this one follows the attention; without, it precedes the MLP.

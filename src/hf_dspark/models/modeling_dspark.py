@@ -22,6 +22,7 @@ from .layers import Attending, BlockConvolution, DraftLayer, DSparkRMSNorm, DSpa
 from .losses import SlotLogits
 from .modeling_draft import DraftModel
 from .slot_cache import SlotCache, SlotLayout
+from .v4_layers import connected, hyper_connection, hyper_head, init_v4_weights
 
 # Of `draft_top_k` candidates, one in so many is named by the Markov head, the others by the base logits.
 SUCCESSORS_ONE_IN = 4
@@ -33,20 +34,28 @@ class DSparkLayer(DraftLayer):
         super().__init__(config, layer_idx, config.hidden_size)
         self.attention_conv = BlockConvolution(config) if config.conv_kernel_size else None
         self.mlp_conv = BlockConvolution(config) if config.conv_kernel_size else None
+        self.attn_hc = hyper_connection(config) if config.hc_mult else None
+        self.ffn_hc = hyper_connection(config) if config.hc_mult else None
 
     def forward(
         self, hidden: torch.Tensor, context: torch.Tensor, rotary: Rotary, attending: Attending
     ) -> torch.Tensor:
-        """Attend from block rows `[B, Q, d]` to the new context rows `[B, C, d]`, themselves, and the cached ones."""
+        """Attend from block rows `[B, Q, d]` to the new context rows `[B, C, d]`, themselves, and the cached ones.
+        With hyper-connections, block rows are streams `[B, Q, n, d]`."""
         of_block = tuple(part[:, :, -hidden.shape[1] :] for part in rotary)
 
         def attend(block: torch.Tensor) -> torch.Tensor:
             # The context rows enter keys and values as they are: only block rows pass norm and convolution.
             return self.self_attn(block, torch.cat([context, block], dim=1), of_block, rotary, attending)[0]
 
-        normed = self.input_layernorm(hidden)
-        attended = attend(normed) if self.attention_conv is None else self.attention_conv.around(normed, attend)
-        return self.after_attention(hidden, attended)
+        def attended(states: torch.Tensor) -> torch.Tensor:
+            normed = self.input_layernorm(states)
+            return attend(normed) if self.attention_conv is None else self.attention_conv.around(normed, attend)
+
+        if self.attn_hc is None:
+            return self.after_attention(hidden, attended(hidden))
+        hidden = connected(self.attn_hc, hidden, attended)
+        return connected(self.ffn_hc, hidden, lambda states: self.feed_forward(self.post_attention_layernorm(states)))
 
     def feed_forward(self, normed: torch.Tensor) -> torch.Tensor:
         return self.mlp(normed) if self.mlp_conv is None else self.mlp_conv.around(normed, self.mlp)
@@ -92,6 +101,7 @@ class DSparkDraftModel(DraftModel):
         self.fc = nn.Linear(len(config.target_layer_ids) * hidden_size, hidden_size, bias=False)
         self.hidden_norm = DSparkRMSNorm(hidden_size, eps)
         self.layers = nn.ModuleList(DSparkLayer(config, index) for index in range(config.num_hidden_layers))
+        self.hc_head = hyper_head(config) if config.hc_mult else None
         self.norm = DSparkRMSNorm(hidden_size, eps)
         self.add_own_weights()
         self.markov_head = MARKOV_HEADS[config.markov_head_type](config) if config.markov_rank else None
@@ -103,6 +113,7 @@ class DSparkDraftModel(DraftModel):
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
         super()._init_weights(module)
+        init_v4_weights(module, self.config.initializer_range)
         if isinstance(module, DSparkLayer) and module.layer_scalar is not None:
             nn.init.ones_(module.layer_scalar)
         elif isinstance(module, BlockConvolution):
@@ -141,9 +152,11 @@ class DSparkDraftModel(DraftModel):
         context = self.hidden_norm(self.fc(self.as_input(features)))  # Eq. 2
         rotary = self.rotary(position_ids, block_embeds.dtype)
         hidden = block_embeds
+        if self.hc_head is not None:
+            hidden = hidden[:, :, None].repeat(1, 1, self.config.hc_mult, 1)
         for layer in self.layers:
             hidden = layer(hidden, context, rotary, attending)
-        return self.norm(hidden)
+        return self.norm(hidden if self.hc_head is None else self.hc_head(hidden))
 
     def _read(
         self, anchor_ids: torch.Tensor, features: torch.Tensor, cache: SlotCache, counts: Sequence[int], *more: Any

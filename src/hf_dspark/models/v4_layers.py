@@ -1,0 +1,60 @@
+"""What DeepSeek-V4's layers add, by the modules of transformers: a mixture of experts, and hyper-connections."""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+if TYPE_CHECKING:
+    from .configuration_dspark import DSparkConfig
+
+
+def mixture_of_experts(config: "DSparkConfig") -> nn.Module:
+    """Return routed experts and a shared one, `[B, Q, d]` to `[B, Q, d]`."""
+    return _made("DeepseekV4SparseMoeBlock", config, 0)
+
+
+def hyper_connection(config: "DSparkConfig") -> nn.Module:
+    """Return what gives a sublayer its input, and mixes its output into the streams `[B, Q, n, d]`."""
+    return _made("DeepseekV4HyperConnection", config)
+
+
+def hyper_head(config: "DSparkConfig") -> nn.Module:
+    """Return what makes one state `[B, Q, d]` of the streams after the last layer."""
+    return _made("DeepseekV4HyperHead", config)
+
+
+def connected(
+    connection: nn.Module, streams: torch.Tensor, sublayer: Callable[[torch.Tensor], torch.Tensor]
+) -> torch.Tensor:
+    """Run a sublayer on streams `[B, Q, n, d]`, whose residual mixing is doubly stochastic."""
+    after, mixing, collapsed = connection(streams)
+    output = sublayer(collapsed)[:, :, None]
+    return after.to(output.dtype)[..., None] * output + mixing.to(output.dtype).transpose(-1, -2) @ streams
+
+
+def init_v4_weights(module: nn.Module, std: float) -> None:
+    """Initialise a module's own parameters as transformers does; those of other modules stay as they are."""
+    if type(module).__name__ in _KINDS:
+        for name, parameter in module.named_parameters(recurse=False):
+            if name.endswith("scale"):
+                nn.init.ones_(parameter)
+            elif name.endswith("base"):
+                nn.init.zeros_(parameter)
+            else:
+                nn.init.normal_(parameter, std=std)
+
+
+_KINDS = ("DeepseekV4Experts", "DeepseekV4HyperConnection", "DeepseekV4HyperHead", "DeepseekV4TopKRouter")
+
+
+def _made(kind: str, config: "DSparkConfig", *more: int) -> nn.Module:
+    from transformers.models.deepseek_v4 import DeepseekV4Config, modeling_deepseek_v4  # slow to import
+
+    names = ["hidden_size", "hidden_act", "rms_norm_eps", "mlp_bias"]
+    names += ["num_experts_per_tok", "moe_intermediate_size"] if config.num_experts else []
+    facts = {name: getattr(config, name) for name in names} | {"n_routed_experts": config.num_experts}
+    found = DeepseekV4Config(num_hidden_layers=1, mlp_layer_types=["moe"], hc_mult=config.hc_mult, **facts)
+    found._experts_implementation = "grouped_mm"  # no shape depends on the routing: passes can be compiled
+    return getattr(modeling_deepseek_v4, kind)(found, *more)

@@ -1,0 +1,115 @@
+"""Experts and hyper-connections: the numbers of transformers' DeepSeek-V4, training, decoding, saving and loading."""
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+from transformers import DeepseekV4Config
+from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4DecoderLayer
+
+from hf_dspark import DSparkConfig, DSparkDraftModel, FullBlock, Scheduler
+from hf_dspark.models.block_attention import BlockLayout, KeyRanges
+from hf_dspark.models.losses import LossWeights
+from hf_dspark.models.modeling_draft import AnchoredBlocks
+from tests.rows import assert_as_alone
+
+KINDS = {
+    "experts": {"num_experts": 4},
+    "streams": {"hc_mult": 3},
+    "v4": {"num_experts": 4, "num_experts_per_tok": 3, "moe_intermediate_size": 12, "hc_mult": 2}
+    | {"layer_types": ["sliding_attention"] * 2, "sliding_window": 6},
+}
+PROMPTS = [[3, 9, 12, 30, 7, 7, 21], [5, 11], [11, 4, 8, 8, 25, 13, 17, 31, 22, 6, 5, 39]]
+
+
+@pytest.fixture(params=KINDS)
+def draft(request, target, make_draft):
+    return make_draft(target, **KINDS[request.param])
+
+
+class OurAttention(nn.Module):
+    def __init__(self, layer, context, rotary, attending):
+        super().__init__()
+        self.layer, self.given = layer, (rotary, attending)
+        self.context = context
+
+    def forward(self, normed):
+        rotary, attending = self.given
+        of_block = tuple(part[:, :, -normed.shape[1] :] for part in rotary)
+        keys = torch.cat([self.context, normed], dim=1)
+        return self.layer.self_attn(normed, keys, of_block, rotary, attending)[0], None
+
+
+@torch.no_grad()
+def test_a_layer_is_transformers_own_around_our_attention(target, make_draft):
+    draft = make_draft(target, num_experts=4, num_experts_per_tok=3, moe_intermediate_size=12, hc_mult=3)
+    sizes = {"hidden_size": 32, "moe_intermediate_size": 12, "n_routed_experts": 4, "num_experts_per_tok": 3}
+    config = DeepseekV4Config(num_hidden_layers=1, mlp_layer_types=["moe"], hc_mult=3, **sizes)
+    layer, theirs = draft.layers[1], DeepseekV4DecoderLayer(config, 0)
+    theirs.self_attn = nn.Identity()
+    own = {name: weight for name, weight in layer.state_dict().items() if not name.startswith("self_attn")}
+    theirs.load_state_dict(own)
+    context, streams = torch.randn(2, 5, 32), torch.randn(2, 4, 3, 32)
+    rotary = draft.rotary(torch.arange(9).expand(2, -1), torch.float32)
+    ranges = KeyRanges(torch.zeros(2, 1).long(), torch.full((2, 1), 5), 5, 4)
+    theirs.self_attn = OurAttention(layer, context, rotary, ranges)
+    ours = layer(streams, context, rotary, KeyRanges(ranges.starts, ranges.ends, 5, 4))
+    torch.testing.assert_close(ours, theirs(streams), atol=1e-5, rtol=1e-5)
+    assert (ours - streams).abs().max() > 0.1
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_gradients_reach_every_parameter(draft, checkpointing):
+    draft.train()
+    if checkpointing:
+        draft.gradient_checkpointing_enable({"use_reentrant": False})
+    ids, anchors = torch.randint(0, 48, (2, 20)), torch.tensor([[2, 7, 12], [4, 9, 15]])
+    layout = BlockLayout(anchors, torch.ones_like(anchors).bool(), torch.arange(20).expand(2, -1), 4)
+    labels = torch.stack([ids.gather(1, anchors + k) for k in range(1, 5)], dim=-1)
+    blocks = AnchoredBlocks(layout, labels, torch.ones(labels.shape))
+    draft(ids, torch.randn(2, 20, 64), torch.randn(2, 3, 4, 32), blocks, LossWeights()).loss.backward()
+    missing = [name for name, each in draft.named_parameters() if each.grad is None or not each.grad.abs().max() > 0]
+    assert missing == []
+
+
+@pytest.mark.parametrize("policy", [FullBlock(), Scheduler(num_nodes=6)], ids=["chain", "tree"])
+def test_greedy_rows_are_those_of_plain_decoding(target, draft, policy):
+    draft.decoding = type(draft.decoding)(policy=policy)
+    assert_as_alone(target, draft, PROMPTS, max_new_tokens=16)
+    assert sum(draft.last_stats.proposed) > 0
+
+
+def test_a_draft_survives_saving_and_loading(target, draft, tmp_path):
+    draft.save_pretrained(tmp_path)
+    loaded = DSparkDraftModel.from_pretrained(tmp_path)
+    saved, state = load_file(tmp_path / "model.safetensors"), loaded.state_dict()
+    assert loaded.config.to_diff_dict() == draft.config.to_diff_dict() and state.keys() == saved.keys()
+    assert all(torch.equal(state[name], draft.state_dict()[name]) for name in saved)
+    assert_as_alone(target, loaded.bind(target), PROMPTS[:1], max_new_tokens=8)
+
+
+def test_an_untrained_draft_starts_as_transformers_does(target):
+    torch.manual_seed(0)
+    config = DSparkConfig.from_target(target, **KINDS["v4"] | {"num_hidden_layers": 2, "block_size": 4})
+    draft = DSparkDraftModel(config)
+    for layer in draft.layers:
+        for part in (layer.attn_hc, layer.ffn_hc):
+            assert part.scale.eq(1).all() and part.base.eq(0).all() and 0.01 < part.fn.std() < 0.4
+        for weight in (layer.mlp.gate.weight, layer.mlp.experts.gate_up_proj, layer.mlp.experts.down_proj):
+            assert 0.01 < weight.std() < 0.4 and weight.isfinite().all()
+    assert draft.hc_head.hc_scale.eq(1).all() and draft.hc_head.hc_base.eq(0).all()
+
+
+@pytest.mark.parametrize(
+    ("facts", "message"),
+    [
+        ({"num_experts": -1}, r"num_experts must lie in \[0, 4096\]"),
+        ({"num_experts": 2, "num_experts_per_tok": 3}, r"num_experts_per_tok must lie in \[1, 2\]"),
+        ({"num_experts": 2, "moe_intermediate_size": 0}, "moe_intermediate_size must lie in"),
+        ({"hc_mult": 65}, r"hc_mult must lie in \[0, 64\]"),
+        ({"hc_mult": 2, "sandwich_norms": True}, "sandwich_norms must be False with hyper-connections"),
+    ],
+)
+def test_impossible_sizes_are_refused(target, facts, message):
+    with pytest.raises(ValueError, match=message):
+        DSparkConfig.from_target(target, **facts)
