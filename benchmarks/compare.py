@@ -85,13 +85,6 @@ def methods_for(models: Models, cost: ThroughputTable, threshold: float, packed:
     return [*found, Method("plain, as it is")] if packed else found
 
 
-def give_positions(models: Models, positions: int) -> None:
-    """Let all models read longer texts than they were made for: rotary embeddings have no end."""
-    for model in (models.target, *(getattr(models, name) for name in ("dspark", *RIVALS))):
-        if model is not None:
-            model.config.get_text_config(decoder=True).max_position_embeddings = positions
-
-
 def prompt_ids(rows: Sequence[Mapping[str, Any]], index: int, tokenizer: Any, context: int) -> list[int]:
     """Return the tokens of a row's prompt after so much text of the following rows; a longer prompt stays as it is."""
     ids = tokenizer(rows[index]["prompt"])["input_ids"]
@@ -208,8 +201,9 @@ def compare(
     """Compare all methods; `resume` is the file of an interrupted run with the same options."""
     shop = None if work_dir is None else Workshop(work_dir, num_answers, steps)
     models = shipped_models() if shop is None else shop.models(rivals, block_size)
-    if positions:
-        give_positions(models, positions)
+    for name in ("target", "dspark", *RIVALS) if positions else ():  # rotary embeddings have no end
+        if (model := getattr(models, name)) is not None:
+            model.config.get_text_config(decoder=True).max_position_embeddings = positions
     cells = list(itertools.starmap(Cell, itertools.product(models.tasks, batch_sizes, temperatures, contexts)))
     done = json.loads(resume.read_text())["cells"] if resume is not None else []
     return compared(models, cells, done, num_prompts, max_new_tokens, threshold, packed)

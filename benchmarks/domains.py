@@ -94,15 +94,8 @@ class Models:
 
 @dataclass(frozen=True)
 class Workshop:
-    """A folder with data and target, in which drafts are trained once.
-
-    Args:
-        folder (`Path`): Has `target`, and `DOMAIN_train.jsonl` and `DOMAIN_test.jsonl` of one domain or more.
-        num_answers (`int`): Of the target, to train on, per domain and regime.
-        steps (`int`): Of each training.
-        num_anchors (`int`): Blocks that a draft learns from, per row and step, at most.
-        regimes (`Sequence[str]`): Of the answers.
-    """
+    """A folder with `target`, and `DOMAIN_train.jsonl` and `DOMAIN_test.jsonl` of a domain or more. Drafts are
+    trained there once: on so many answers per domain and regime, with so many blocks per row and step at most."""
 
     folder: Path
     num_answers: int

@@ -118,8 +118,11 @@ class Drafting:
 def drafting_costs(draft: DSparkDraftModel, candidates: tuple[int, ...], repetitions: int) -> dict[str, Any]:
     """Return, by way of drawing, the median `full_ms` and, by number of candidates, `ms` and `ratio`."""
     before, drawing = draft.config.draft_top_k, Drafting(draft)
-    for k in candidates:
-        know_any_successors(draft, k)
+    for k in candidates:  # every token has some successors, as after long use
+        draft.config.draft_top_k = k
+        if (successors := draft._successors()) is not None:
+            successors._table.random_(0, draft.config.vocab_size)
+            successors._is_complete = True  # as on an accelerator
     keys = list(itertools.product(SAMPLERS, (None, *candidates)))
     seconds = in_turns({key: partial(drawing.block, *key) for key in keys}, repetitions, 2, draft.device)
     draft.config.draft_top_k = before
@@ -133,15 +136,6 @@ def drafting_costs(draft: DSparkDraftModel, candidates: tuple[int, ...], repetit
         }
         for name in SAMPLERS
     }
-
-
-def know_any_successors(draft: DSparkDraftModel, candidates: int) -> None:
-    """Give every token some successors, as after long use."""
-    draft.config.draft_top_k = candidates
-    successors = draft._successors()
-    if successors is not None:
-        successors._table.random_(0, draft.config.vocab_size)
-        successors._is_complete = True  # as on an accelerator
 
 
 def top_k(

@@ -25,7 +25,7 @@ import bench
 import torch
 from tqdm import tqdm
 
-from hf_dspark import FullBlock, Policy, Rounds, Scheduler
+from hf_dspark import FullBlock, Policy, Scheduler
 from hf_dspark.decoding import loop as decoding_loop
 from hf_dspark.decoding.drafter import Drafter
 from hf_dspark.targets.slot_attention import PackedTarget
@@ -37,6 +37,7 @@ SAMPLINGS = {
     "greedy": {"do_sample": False},
     "truncated": {"do_sample": True, "temperature": 0.8, "top_k": 50, "top_p": 0.95},
 }
+PARTS = ("draft", "verify", "rest", "total")
 CANDIDATES = 256  # `draft_top_k` of random models: what it costs in tau is below the noise
 PLAIN_TOKENS = 16  # of a plain call with random weights, for each row
 Cell = dict[str, Any]
@@ -45,15 +46,13 @@ Cell = dict[str, Any]
 def cell_of(runs: dict[str, list[bench.Call]]) -> Cell:
     """Return what the calls of some ways came to."""
     medians, tau = {way: bench.median_per_token(calls) for way, calls in runs.items()}, bench.joined(runs["own"]).tau
-    rounds = {way: of_round(bench.joined(calls)) for way, calls in runs.items() if calls[0].rounds is not None}
+    seconds = {way: bench.joined(calls).seconds for way, calls in runs.items() if calls[0].rounds is not None}
+    rounds = {  # on a GPU a part waits for what was queued before it
+        way: {part: 1e3 * statistics.median(getattr(each, part) for each in found) for part in PARTS}
+        for way, found in seconds.items()
+    }
     per_token = {way: 1e3 * seconds for way, seconds in medians.items()}
     return {"tau": tau, **bench.speedups(medians), "ms_per_token": per_token, "rounds_ms": rounds}
-
-
-def of_round(rounds: Rounds) -> dict[str, float]:
-    """Return the milliseconds of a round and of its parts. On a GPU a part waits for what was queued before it."""
-    names = ("draft", "verify", "rest", "total")
-    return {name: 1e3 * statistics.median(getattr(each, name) for each in rounds.seconds) for name in names}
 
 
 def replay(

@@ -67,17 +67,14 @@ class Draw:
         return kept / float(cost.round_seconds(self.load, int(lengths.sum()))[-1])
 
 
-def beta(mean: numpy.ndarray, concentration: float, block_size: int, rng: numpy.random.Generator) -> torch.Tensor:
-    """Draw c ~ Beta(s mean, s (1 - mean)) for each request, clipped to [.001, .999], `[R, γ]`."""
-    shape = (len(mean), block_size)
-    drawn = rng.beta(concentration * mean[:, None], concentration * (1 - mean[:, None]), shape)
-    return torch.from_numpy(drawn.clip(0.001, 0.999))
-
-
 def domain_draws(num_requests: int, count: int, rng: numpy.random.Generator) -> list[Draw]:
-    """Draw rounds of math, code and chat requests."""
-    means = (rng.choice(DOMAIN_ACCEPTANCE, num_requests, p=DOMAIN_SHARES) for _ in range(count))
-    return [Draw(beta(mean, 8.0, BUDGET_BLOCK_SIZE, rng)) for mean in means]
+    """Draw rounds of math, code and chat requests: c ~ Beta(8 mean, 8 (1 - mean)) for each."""
+    draws = []
+    for _ in range(count):
+        mean = rng.choice(DOMAIN_ACCEPTANCE, num_requests, p=DOMAIN_SHARES)[:, None]
+        drawn = rng.beta(8.0 * mean, 8.0 * (1 - mean), (num_requests, BUDGET_BLOCK_SIZE))
+        draws.append(Draw(torch.from_numpy(drawn.clip(0.001, 0.999))))
+    return draws
 
 
 def recorded_draws(recording: Recording, sizes: Sequence[int], rng: numpy.random.Generator) -> list[Draw]:

@@ -40,6 +40,7 @@ from hf_dspark.scheduling.calibration import (
 
 TARGET, ALIKE = Path("out/smollm2/target"), Path("out/smollm2/alike")
 KINDS = ("dspark", "dflash", "eagle3")
+WEIGHTS = "model.safetensors"  # written last, of a model that was trained to its end
 Suite = Literal["paper", "spec_bench"]
 # The paper's three domains. No prompt of theirs was calibrated on.
 DOMAINS = {
@@ -49,14 +50,9 @@ DOMAINS = {
 }
 
 
-def is_trained(folder: Path) -> bool:
-    """Tell whether a model was trained to its end: its weights are written last."""
-    return (folder / "model.safetensors").exists()
-
-
 def drafts_of(models: Path, target: PreTrainedModel, kinds: tuple[str, ...] = KINDS) -> dict[str, Any]:
     """Return the drafts of these kinds that are there."""
-    trained = [kind for kind in kinds if is_trained(models / kind)]
+    trained = [kind for kind in kinds if (models / kind / WEIGHTS).exists()]
     return {kind: load_draft(models / kind, dtype=target.dtype).bind(target) for kind in trained}
 
 
@@ -99,7 +95,7 @@ def speed(
     if "dflash_fill_in" in found:
         native = transformers_dflash(found.pop("dflash_fill_in"), model, models / "dflash_fill_in_transformers")
         found["fill_in"] = native.to(model.dtype)
-    if is_trained(models / "assistant"):
+    if (models / "assistant" / WEIGHTS).exists():
         found["assistant"] = AutoModelForCausalLM.from_pretrained(models / "assistant", dtype=dtype)
     tasks = {}
     for task, file in suite_files(suite, prompts).items():

@@ -1,6 +1,7 @@
 """How good drafts are: acceptance by position. The paper's Figure 2."""
 
 from collections.abc import Sequence
+from itertools import accumulate
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -11,14 +12,6 @@ KINDS = {"dspark": "DSpark", "dflash": "DFlash", "eagle3": "Eagle3"}
 FEWEST_ROUNDS = 30  # of a point that is shown
 SAMPLED = "temperature 1"
 SMALL_TARGET = "A target of 5.5 M parameters, drafts trained alike for 500 steps; 60 held-out prompts, temperature 1."
-
-
-def reached(num_rounds: int, rates: list[float | None]) -> list[float]:
-    """Return how many rounds came to each position: as many as accepted all before it."""
-    counts = [float(num_rounds)]
-    for rate in rates[:-1]:
-        counts.append(counts[-1] * (rate or 0.0))
-    return counts
 
 
 def draw_acceptance(axis: Axes, kind: str, label: str, rates: Sequence[float | None], counts: Sequence[float]) -> None:
@@ -40,7 +33,8 @@ def figure_2_position_wise() -> Figure:
     for domain, axis in axes.items():
         for name, label in (("dspark_5", "DSpark, 5 layers"), ("dflash_5", "DFlash, 5 layers"), ("eagle3", "Eagle3")):
             measured = drafts[name]["measured"][domain][SAMPLED]
-            counts = reached(measured["rounds"], measured["acceptance"])
+            before = [rate or 0.0 for rate in measured["acceptance"][:-1]]
+            counts = [*accumulate(before, float.__mul__, initial=float(measured["rounds"]))]  # that came so far
             draw_acceptance(axis, KINDS[name.split("_")[0]], label, measured["acceptance"], counts)
         axis.set_title(domain)
     axes["math"].set_ylabel("conditional acceptance")

@@ -26,13 +26,8 @@ SMOLLM2 = ROOT / "examples" / "smollm2" / "draft" / "results"
 SOURCES_PAGE = ROOT / "benchmarks" / "README.md"
 MARKED = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end of table -->)", re.DOTALL)
 MACHINES = {"Intel": "Xeon", "avx512": "EPYC, AVX-512", "AMD": "EPYC, AVX2"}  # the first whose mark is in the name
-DRAFTS = {
-    "dspark_2": "DSpark, 2 layers",
-    "dspark_5": "DSpark, 5 layers",
-    "dflash_2": "DFlash, 2 layers",
-    "dflash_5": "DFlash, 5 layers",
-    "eagle3": "EAGLE-3, 1 layer",
-}
+DRAFTS = {f"{name.lower()}_{count}": f"{name}, {count} layers" for name in ("DSpark", "DFlash") for count in (2, 5)}
+DRAFTS |= {"eagle3": "EAGLE-3, 1 layer"}
 KINDS = {"dspark": "DSpark, 3 layers", "dflash": "DFlash, 3 layers", "eagle3": "EAGLE-3, 1 layer"}
 METHODS = {"Eagle3": "EAGLE-3", "DSpark, threshold": "DSpark, confidence threshold", "plain, as it is": "plain, as is"}
 TASKS = {
