@@ -4,6 +4,7 @@ python benchmarks/simulator.py trace --arrivals adaspec_conv.csv --curves vidur_
     --num_requests 1000 --rates 2 4 6 8 10 12 14 16 18 20 24 28 --output benchmarks/results/simulator.json
 python benchmarks/simulator.py frontier --curves vidur_linear_layer_ms_vs_tokens.csv \\
     --curve "A100 Llama-2-7B" "H100 Llama-2-7B" --output benchmarks/results/frontier.json
+python benchmarks/simulator.py ahead --output benchmarks/results/ahead.json
 
 Each step decodes one round of all active requests. Its duration comes from a cost, its tokens from the recording.
 Prefill, memory limits and the scheduler's own time are not modelled.
@@ -11,7 +12,8 @@ Prefill, memory limits and the scheduler's own time are not modelled.
 `trace` serves a trace, a CSV file with a column `Timestamp` in seconds (AdaSpec's), at several rates, with drawn
 lengths. The limit of the time per output token is the 90th percentile of plain decoding at the first rate, as in
 AdaSpec. `frontier` keeps R requests active, for many R: DSpark's Figure 7. Step times of GPUs are those of the linear
-layers; drafting adds `DRAFT_SHARE` of the shortest step.
+layers; drafting adds `DRAFT_SHARE` of the shortest step. `ahead` prices drafting on a device of its own while the
+target verifies (Saguaro), and tails of blocks, by what `ahead.py` recorded and the times of several machines.
 """
 
 import csv
@@ -32,6 +34,8 @@ from tqdm import tqdm
 from hf_dspark import FullBlock, Policy, Scheduler, ThroughputTable
 from hf_dspark.scheduling.costs import Load
 from hf_dspark.scheduling.rounds import RoundOutcome
+from hf_dspark.scheduling.scheduler import TAIL_SHARE
+from hf_dspark.scheduling.speculation_ahead import best_fan_out, hit_rate, speedup
 
 CONCURRENCIES = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 192, 256)
 SLO_QUANTILE = 0.9  # AdaSpec's limit: the 90th percentile of plain decoding
@@ -292,5 +296,73 @@ def frontier(curves: Path, curve: tuple[str, ...] = ("A100 Llama-2-7B",)) -> dic
     return {"machines": {name: points_of(recording, costs[name], CONCURRENCIES) for name in curve}}
 
 
+TABLES = RESULTS.parents[1] / "src" / "hf_dspark" / "tables"
+ON_CPUS = {"the pair": "pair.float32", "Qwen3-0.6B": "qwen3-0.6b.bfloat16", "Qwen3-4B": "qwen3-4b.bfloat16"}
+GPU_BLOCKS, MOST_BLOCKS = 64, 112  # that a pass of a GPU drafts in the time of one; whose hits were recorded
+BUDGETS, BATCHES = (7, 14, 28, 56, 112), (1, 4, 16, 64)
+
+
+def machines() -> dict[str, tuple[float, float, int]]:
+    """Return the seconds of drafting and verifying a block, and how many blocks a pass of the draft makes."""
+    found = {}
+    for name, table in ON_CPUS.items():
+        cost = ThroughputTable.load(TABLES / f"cpu_2_cores.{table}.json")
+        found[f"{name}: two CPUs"] = cost.drafting, float(cost.seconds_of([8])[0]) - cost.drafting, 1
+    for name, rounds in json.loads((RESULTS / "loop_h200_4b.json").read_text())["cells"][0]["rounds_ms"].items():
+        kind = "compiled" if "compiled" in name else "eager"
+        found[f"Qwen3-4B: two GPUs, {kind}"] = rounds["draft"] / 1e3, rounds["verify"] / 1e3, GPU_BLOCKS
+    (slow, verifying, _), (fast, quick, _) = found["Qwen3-4B: two CPUs"], found["Qwen3-4B: two GPUs, compiled"]
+    found["Qwen3-4B: draft on the CPU, target on the GPU"] = slow, quick, 1
+    found["Qwen3-4B: draft on the GPU, target on the CPU"] = fast, verifying, GPU_BLOCKS
+    return found
+
+
+def hits_of(row: dict[str, Any], blocks: int) -> float:
+    """Return how often the block was prepared, if the best `blocks` are: after a hit, and after a new block."""
+    return hit_rate(*(best_fan_out(blocks, *row["outcomes"][name].values())[1] for name in ("lagging", "new")))
+
+
+def gains(row: dict[str, Any], draft_time: float, hits: float, batch_size: int = 1) -> dict[str, float]:
+    """Return speeds over drafting and verifying in turns; drafting is in units of a verification: of tails wherever a
+    slot is left; of prepared blocks, after a miss the best of a new block, a tail and none; and of prepared blocks if
+    they had all features."""
+    tau, own = row["tau"], max(1.0, row["tau"]["new"] / (1 + draft_time))  # or without drafts
+    fallbacks = (tau["new"], draft_time), (row["tau_of_tails"], TAIL_SHARE * draft_time), (1.0, 0.0)
+    best = [
+        max(speedup(hits, (tokens, other), draft_time, took, batch_size) for other, took in fallbacks) / own
+        for tokens in (tau["lagging"], tau["new"])
+    ]
+    drafted = 1 - row["share_of_tails"] * (1 - TAIL_SHARE)
+    return {"tails": tau["tails"] / (1 + draft_time * drafted) / own, "ahead": best[0], "ahead_with_features": best[1]}
+
+
+def pays_from(row: dict[str, Any], name: str) -> float | None:
+    """Return from which ratio of drafting to verifying something pays, if every prepared block comes in time."""
+    ratios, hits = numpy.arange(0.01, 1.005, 0.01), hits_of(row, MOST_BLOCKS)
+    return next((round(float(each), 2) for each in ratios if gains(row, float(each), hits)[name] > 1), None)
+
+
+def ahead() -> dict[str, Any]:
+    """Price tails, and drafting on a device of its own while the target verifies, on machines that were measured."""
+    found: dict[str, Any] = {"machines": [], "pays_from": {}, "hits": {}, "batches": {}}
+    for row in json.loads((RESULTS / "ahead_rounds.json").read_text())["rows"]:
+        regime, recorded = row["regime"], row["outcomes"]["new"]
+        for name, (drafting, verifying, at_once) in machines().items():
+            ratio, blocks = drafting / verifying, min(MOST_BLOCKS, at_once * max(1, int(verifying / drafting)))
+            facts = {"regime": regime, "machine": name, "draft_time": ratio, "blocks": blocks}
+            found["machines"].append(facts | {"hits": (hits := hits_of(row, blocks))} | gains(row, ratio, hits))
+            if "compiled" in name:
+                found["batches"][regime] = [gains(row, ratio, hits, batch)["ahead"] for batch in BATCHES]
+        names = ("tails", "ahead", "ahead_with_features")
+        found["pays_from"][regime] = {name: pays_from(row, name) for name in names}
+        uniform = [
+            sum(chance * curve[budget // 7] for chance, curve in zip(*recorded.values(), strict=True))
+            for budget in BUDGETS
+        ]
+        best = [best_fan_out(budget, *recorded.values())[1] for budget in BUDGETS]
+        found["hits"][regime] = {"uniform": uniform, "best": best}
+    return found
+
+
 if __name__ == "__main__":
-    main(__doc__, trace, frontier)
+    main(__doc__, trace, frontier, ahead)

@@ -57,6 +57,7 @@ def speed(num_prompts: int = 50, max_new_tokens: int = 128) -> dict[str, Any]:
     policies = {
         "whole blocks": FullBlock(),
         "scheduled chains": Scheduler(cost, trees=False),
+        "scheduled chains and tails": Scheduler(cost, trees=False, tails=True),
         "chains, never skipped": Scheduler(cost, trees=False, skip=False),
         "scheduled trees": Scheduler(cost, trees=True),
         "trees, never skipped": Scheduler(cost, trees=True, skip=False),

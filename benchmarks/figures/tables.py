@@ -41,6 +41,7 @@ CHAT_DOMAINS = {
     "chat: MT-Bench, Arena-Hard": ("paper", ("mt-bench", "arena-hard-v2")),
     "Spec-Bench": ("spec_bench", ("mt_bench", "translation", "summarization", "qa", "math_reasoning", "rag")),
 }
+AHEAD = {"hits, %": "hits", "ahead": "ahead", "if they had all features": "ahead_with_features", "tails": "tails"}
 REGIMES = {"greedy": "greedy", "sampled": "temperature 1", "truncated": "truncated", "temperature 1": "temperature 1"}
 SUITES = {"paper": ("paper-greedy", "paper-sampled"), "spec_bench": ("spec_bench-greedy", "spec_bench-sampled")}
 Result = Mapping[str, Any]
@@ -474,6 +475,50 @@ def finetune() -> Rows:
         for domain, part in result[name].items():
             before, after = part["before"]["tau"], part["after"]["tau"]
             yield domain, REGIMES[name], number(before), number(after), f"{100 * (after / before - 1):+.0f}"
+
+
+@table("ahead_rounds", "ahead")
+def ahead_rounds() -> Rows:
+    """What blocks without the newest features and tails commit, and from which ratio of drafting to verifying each
+    pays."""
+    yield (
+        "",
+        "τ, new blocks",
+        "without the last features",
+        "of a tail",
+        "tails, % of rounds",
+        "τ of all",
+        "measured speed",
+    )
+    for row in load("ahead_rounds")["rows"]:
+        tau = row["tau"]
+        numbers = map(number, (tau["new"], tau["lagging"], row["tau_of_tails"]))
+        last = number(tau["tails"]), number(row["tails_over_new"])
+        yield REGIMES[row["regime"]], *numbers, percent(row["share_of_tails"]), *last
+
+
+@table("ahead")
+def ahead_machines() -> Rows:
+    yield (
+        "",
+        "drafting / verifying",
+        "blocks",
+        *(f"{what}{when}" for when in (", greedy", ", T = 1") for what in AHEAD),
+    )
+    rows = load("ahead")["machines"]
+    for name in dict.fromkeys(row["machine"] for row in rows):
+        both = [row for row in rows if row["machine"] == name]
+        numbers = [
+            percent(row["hits"]) if key == "hits" else number(row[key]) for row in both for key in AHEAD.values()
+        ]
+        yield name, number(both[0]["draft_time"]), both[0]["blocks"], *numbers
+
+
+@table("ahead_threads")
+def ahead_threads() -> Rows:
+    yield "hits, %", "τ in turns", "τ ahead", "simulated speed", "measured speed"
+    found = load("ahead_threads")
+    yield percent(found["hits"]), *map(number, (*found["tau"].values(), found["simulated"], found["measured"]))
 
 
 @table()

@@ -96,3 +96,16 @@ def test_schedulers_on_jagged_curves():
     relative = scheduler.relative_throughput(draws, scheduler.sawtooth(bucket=32))
     assert relative["hull + fill"] >= 0.92 and relative["lagged budget + top-K"] >= 0.99
     assert relative["Algorithm 1"] < relative["hull + fill"]
+
+
+def test_drafting_ahead_hides_all_of_the_drafting_if_every_block_was_prepared():
+    row = {"tau": {"new": 4.0, "lagging": 4.0, "tails": 4.0}, "tau_of_tails": 2.0, "share_of_tails": 0.0}
+    assert simulator.gains(row, 0.25, 1.0) == pytest.approx({"tails": 1, "ahead": 1.25, "ahead_with_features": 1.25})
+    # Blocks without the last features commit three tokens; where they never come in time, one drafts as before.
+    row["tau"] |= {"lagging": 3.0}
+    assert simulator.gains(row, 0.25, 1.0)["ahead"] == pytest.approx(1.25 * 3 / 4)
+    assert simulator.gains(row, 0.25, 0.0)["ahead"] == pytest.approx(1.0)
+    # Drafting of four verifications is slower than none. Three of four rounds with tails save three quarters of it.
+    assert simulator.gains(row, 4.0, 0.0, batch_size=4)["ahead"] == pytest.approx(1.0)
+    row["share_of_tails"], row["tau"]["tails"] = 0.75, 3.0
+    assert simulator.gains(row, 1.0, 0.0)["tails"] == pytest.approx(3 / (1 + 7 / 16) / 2)
