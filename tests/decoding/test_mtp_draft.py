@@ -143,6 +143,30 @@ def test_its_chain_is_that_of_the_reference(family, prompts):
     assert drafts.token_ids.tolist() == fed[:, ids.shape[1] - 1 :].tolist()
 
 
+@pytest.mark.parametrize("kind", ["deepseek_v3", "glm4_moe"])
+def test_it_takes_as_many_passes_of_the_target_as_transformers_own(tmp_path, kind):
+    """A token read late, or a state before the norm, would be accepted less often."""
+    save_with_module(tmp_path, kind, vocab_size=6, eos_token_id=None)
+    target = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    target._keys_to_ignore_on_load_unexpected = [r"model\.layers\.2\."]  # it knows the depth of the published ones
+    draft, passes = MTPDraft(target), []
+    draft.decoding = DecodingOptions(policy=FullBlock())
+    for seed in range(3):
+        torch.manual_seed(seed)
+        ids = torch.randint(1, 6, (1, 5 + seed))
+        given = {"input_ids": ids, "attention_mask": torch.ones_like(ids)} | GREEDY
+        plain, counts = target.generate(**given), []
+        for way in ({"use_mtp": True}, {"assistant_model": draft}):
+            lengths = []
+            counting = target.register_forward_pre_hook(lambda *given, lengths=lengths: lengths.append(1))
+            assert torch.equal(target.generate(**given, **way), plain)
+            counting.remove()
+            counts.append(len(lengths))
+        passes.append(counts)
+    assert all(ours == theirs for theirs, ours in passes)
+    assert min(ours for _, ours in passes) < GREEDY["max_new_tokens"]  # something was accepted
+
+
 @pytest.mark.parametrize("policy", [FullBlock(), Scheduler(num_nodes=3)], ids=["chain", "tree"])
 def test_a_round_has_the_targets_distribution(tmp_path, monkeypatch, policy):
     save_with_module(tmp_path, "glm4_moe", vocab_size=VOCAB, pad_token_id=None, eos_token_id=None)
