@@ -1,10 +1,13 @@
 """`hf-dspark generate`, `race` and `regenerate`: answers for people, their speed, and answers to train on."""
 
+import statistics
 import sys
 from argparse import Namespace
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext, redirect_stdout
 from dataclasses import asdict, replace
 
+import numpy as np
 from transformers import TextStreamer
 from transformers.utils.logging import tqdm
 
@@ -12,14 +15,27 @@ from hf_dspark.data.prompts import Prompt, PromptFile, as_chat, read_prompt_file
 from hf_dspark.decoding.attach import attach
 from hf_dspark.decoding.hook import default_policy
 from hf_dspark.measuring.decode_prompts import decode_prompts
-from hf_dspark.measuring.metrics import Metrics, metrics_table
+from hf_dspark.measuring.metrics import Metrics
 from hf_dspark.measuring.regenerate import regenerate
-from hf_dspark.measuring.results import describe_sampling, short_policy
-from hf_dspark.measuring.timed_decoding import PlainAnswer, decoding_as
+from hf_dspark.measuring.results import describe_sampling
+from hf_dspark.measuring.tables import markdown_table, number
+from hf_dspark.measuring.timed_decoding import Answer, PlainAnswer, decoding_as
+from hf_dspark.models.prompt_lookup import PromptLookup
 from hf_dspark.scheduling.policies import FullBlock
+from hf_dspark.scheduling.rounds import Rounds
+from hf_dspark.targets.support import TargetSupport
 
 from . import Console, said
 from .models import choose_policy, generate_kwargs, load_models, note_faults, values_of
+
+SEVERAL_KINDS = (  # raced where no prompt is given
+    "Why is the sky blue?",
+    "A box holds 12 pencils. Tom buys 3 boxes and gives 7 pencils away. How many are left? Explain each step.",
+    "Write a Python function that tells whether a text is a palindrome, and a test of it.",
+    "Rename x to total, and repeat the whole code:\n\ndef add(items):\n    x = 0\n    for item in items:\n"
+    "        x += item\n    return x\n",
+    "Write a short story about a lighthouse keeper who finds a letter.",
+)
 
 
 def read_given(options: Namespace, console: Console) -> tuple[list[Prompt], list[str]]:
@@ -80,33 +96,67 @@ def run_generate(options: Namespace, console: Console) -> bool:
 
 
 def run_race(options: Namespace, console: Console) -> bool:
+    if options.prompts_file is None:
+        options.prompts = options.prompts or list(SEVERAL_KINDS)
     read, faults = read_given(options, console)
     target, tokenizer, draft = load_models(options)
     draft, kwargs = draft or attach(target).draft, generate_kwargs(options, target)
     sampling = describe_sampling(kwargs, target, options.seed)
     ways = {"plain": (None, None, {}), "transformers' prompt lookup": (None, None, {"prompt_lookup_num_tokens": 10})}
+    if TargetSupport.of(target).tree_obstacle is None:
+        ways["prompt lookup"] = PromptLookup(target), None, {}
     if draft is not None:
-        default = default_policy(draft, target)
         ways["draft, whole blocks"] = draft, FullBlock(), {}
-        ways[f"draft, by default: {short_policy(default.to_dict())}"] = draft, default, {}
+        ways["draft, by default"] = draft, default_policy(draft, target), {}
     prompts = [with_thinking(as_chat(prompt, tokenizer), options.enable_thinking) for prompt in read]
-    answers = {name: [] for name in ways}
+    answers: dict[str, list[Answer]] = {name: [] for name in ways}
     for place, prompt in enumerate(tqdm([prompts[0], *prompts], disable=not console.progress, unit="prompt")):
         for name, (drafter, policy, more) in ways.items():
             asked = {"seed": options.seed + place, "raise_errors": True, "progress": None} | kwargs | more
-            with decoding_as(drafter, policy=policy):
+            with decoding_as(drafter, policy=policy, answers=None):
                 (answer,) = decode_prompts(target, {"": [prompt]}, tokenizer, drafter, **asked)
             plain = (*answers["plain"], answer)[place]
             same = None if sampling["do_sample"] else answer.token_ids == plain.token_ids
             beside = PlainAnswer(len(plain.token_ids), plain.prefill_seconds, plain.seconds, same)
             answers[name].append(replace(answer, index=place, plain=beside))
+    answers = {name: given[1:] for name, given in answers.items()}  # the first one warmed up
     block_size = 0 if draft is None else draft.config.block_size
-    found = {name: Metrics.of(given[1:], block_size) for name, given in answers.items()}  # the first one warmed up
+    found = {name: Metrics.of(given, block_size) for name, given in answers.items()}
     best = max(found, key=lambda name: found[name].speedup.ratio_of_medians)
-    console.show(f"{metrics_table(found)}\n\nfastest: {best}")
-    told = {"ways": {name: part.to_dict() for name, part in found.items()}, "fastest": best, "sampling": sampling}
-    console.document(told | {"skipped_lines": faults})
+    chosen = {name: _choice(answers[name]) for name in ("prompt lookup", "draft, by default") if name in ways}
+    told = "\n".join(f"{name}: {choice}" for name, choice in chosen.items())
+    console.show(f"{_race_table(found, answers)}\n\n{told}\nfastest: {best}")
+    ways = {name: part.to_dict() for name, part in found.items()}
+    console.document({"ways": ways, "fastest": best, "chosen": chosen, "sampling": sampling, "skipped_lines": faults})
     return True
+
+
+def _race_table(found: Mapping[str, Metrics], answers: Mapping[str, Sequence[Answer]]) -> str:
+    rows = []
+    for name, part in found.items():
+        low, high = np.quantile([len(each.token_ids) / each.seconds for each in answers[name]], (0.25, 0.75))
+        speed = part.speedup
+        over = f"{speed.ratio_of_medians:.2f} ({speed.lower_quartile:.2f}–{speed.upper_quartile:.2f})"
+        same = None if speed.identical is None else f"{speed.identical} of {part.turns}"
+        rows.append((name, f"{part.tokens_per_second:.1f} ({low:.1f}–{high:.1f})", over, number(part.tau), same))
+    return markdown_table(("", "tokens/s (quartiles)", "over plain (quartiles)", "tokens a round", "identical"), rows)
+
+
+def _choice(answers: Sequence[Answer]) -> str:
+    """Say what a scheduler sent, what it brought, and what that took: that is what it goes by."""
+    rounds = Rounds.joined(answer.rounds for answer in answers)
+    step = sum(answer.plain.seconds for answer in answers) / sum(answer.plain.num_tokens for answer in answers)
+    facts = zip(rounds.proposed, rounds.depths, rounds.committed, rounds.seconds, strict=True)
+    sent = [(nodes, nodes > depth, tokens, each.total) for nodes, depth, tokens, each in facts if nodes]
+    if not sent:
+        return "sent no drafts, as none was expected to pay"
+    nodes, trees, tokens, seconds = (statistics.fmean(column) for column in zip(*sent, strict=True))
+    share = len(sent) / rounds.rounds
+    off = ". In the others none was expected to pay" * (share < 0.5)
+    return (
+        f"sent {nodes:.1f} draft tokens in {share:.0%} of its rounds, {trees:.0%} of these as trees. Such a round "
+        f"brought {tokens:.2f} tokens and took {seconds / step:.2f} plain steps{off}"
+    )
 
 
 def run_regenerate(options: Namespace, console: Console) -> bool:

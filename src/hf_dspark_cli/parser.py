@@ -54,6 +54,8 @@ def parse(words: Sequence[str]) -> Namespace:
     if words and words[0] in parsers:
         _require_known(parsers[words[0]], words[1:end], takes_more=words[0] == "train")
     options, unknown = parser.parse_known_args(words)
+    if options.command == "race" and options.prompts_file is None:  # prompts after an option
+        options.prompts, unknown = [*options.prompts, *unknown], []
     options.trainer_words = unknown
     if unknown and options.command != "train":
         parsers[options.command].error(f"unrecognized arguments: {' '.join(unknown)}")
@@ -137,14 +139,14 @@ def generate(parser: ArgumentParser) -> None:
 def race(parser: ArgumentParser) -> None:
     """Tell which way of decoding is fastest for a target, its prompts and this machine.
 
-    Decodes each prompt in all ways, one after the other: without a draft, by transformers' prompt lookup, with whole
-    blocks of the draft, and as the draft's default policy decides. Prints one table.
+    Decodes each prompt in all ways, one after the other: plain, by prompt lookup of transformers and of this package,
+    with whole blocks of the draft, and as its default policy decides. Tells the speeds, and what that policy chose.
 
-    example: hf-dspark race --target examples/gsm8k_pair/target --draft examples/gsm8k_pair/draft --dtype float32
+    example: hf-dspark race examples/gsm8k_pair/target --draft examples/gsm8k_pair/draft --dtype float32
       --temperature 0 --max_new_tokens 32 --prompts_file examples/gsm8k_pair/prompts.jsonl --num_prompts 2
     """
-    _add_prompts(parser)
-    _add_models(parser, "; one that names the target on the Hub, or lies in the cache, unless given")
+    _add_models(parser, "; one that is found on the Hub, or lies in the cache, unless given", target="target")
+    _add_prompts(parser, "some of several kinds")
 
 
 def serve(parser: ArgumentParser) -> None:
@@ -352,16 +354,18 @@ COMMANDS: dict[str, tuple[Callable[[ArgumentParser], None], ...]] = {
 # ---- options that several commands have
 
 
-def _add_prompts(parser: ArgumentParser) -> None:
+def _add_prompts(parser: ArgumentParser, usual: str = "one on stdin") -> None:
     given = parser.add_mutually_exclusive_group().add_argument
-    given("prompts", nargs="*", default=[], metavar="PROMPT", help="one on stdin unless given")
+    given("prompts", nargs="*", default=[], metavar="PROMPT", help=f"{usual} unless given")
     given("--prompts_file", type=file, metavar="FILE", help=PROMPTS)
     parser.add_argument("--num_prompts", type=count, metavar="N", help="of the file; all unless given")
 
 
-def _add_models(parser: ArgumentParser, without_draft: str = "", decodes: bool = True) -> None:
+def _add_models(
+    parser: ArgumentParser, without_draft: str = "", decodes: bool = True, target: str = "--target"
+) -> None:
     """Add the options of a target and its draft, and of how they decode."""
-    _add_target(parser)
+    _add_target(parser, name=target)
     add = parser.add_argument_group("draft").add_argument
     what = f"Hub id or folder of the draft{without_draft}"
     add("--draft", type=model, required=not without_draft, metavar="MODEL", help=what)
@@ -386,7 +390,7 @@ def _add_layout(parser: ArgumentParser) -> None:
     parser.add_argument("--block_layout", choices=("anchor", "fill_in"), help=layout)
 
 
-def _add_target(parser: ArgumentParser, served: bool = False) -> None:
+def _add_target(parser: ArgumentParser, served: bool = False, name: str = "--target") -> None:
     group = parser.add_argument_group("target")
     add = group.add_argument
     if served:
@@ -394,7 +398,8 @@ def _add_target(parser: ArgumentParser, served: bool = False) -> None:
         what = "Hub id or folder of its draft; auto looks for one, ngram drafts from the prompt (%(default)s)"
         parser.add_argument("--draft", type=model, default="auto", metavar="MODEL", help=what)
     else:
-        add("--target", type=model, required=True, metavar="MODEL", help="Hub id or folder of the target")
+        required = {"required": True} if name == "--target" else {}
+        add(name, type=model, metavar="MODEL", help="Hub id or folder of the target", **required)
         add("--target_revision", default="main", metavar="REVISION", help="branch, tag or commit on the Hub")
     add("--dtype", choices=DTYPES, default="auto", help="of all weights; only float32 keeps every greedy token")
     add("--device_map", metavar="WHERE", help="auto, cpu, cuda:0, ...; the accelerator, if there is one, unless given")

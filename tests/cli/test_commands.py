@@ -19,8 +19,11 @@ from hf_dspark import DSparkDraftModel, Eagle3DraftModel
 from hf_dspark.data.prompts import SUITES
 from hf_dspark.measuring import decode_prompts as driver
 from hf_dspark.measuring.results import read_results
+from hf_dspark.measuring.timed_decoding import Answer, PlainAnswer
 from hf_dspark.scheduling import step_costs
+from hf_dspark.scheduling.rounds import Rounds, RoundSeconds
 from hf_dspark_cli import Console, _full_disk, main, train
+from hf_dspark_cli.generate import SEVERAL_KINDS, _choice
 from hf_dspark_cli.parser import parse
 from tests.measuring.interruption import interrupt_third_call
 
@@ -89,28 +92,55 @@ def test_generate_answers_prompts_and_says_how(answer):
 
 
 def test_a_race_compares_all_ways_on_the_same_prompts(answer, capsys):
-    found = answer(f"race {PAIR} --temperature 0 --max_new_tokens 12 'what is up' 'much'")
-    names = ["plain", "transformers' prompt lookup", "draft, whole blocks", "draft, by default: Scheduler"]
+    raced = f"race {PAIR.removeprefix('--target ')} --max_new_tokens"
+    found = answer(f"{raced} 12 --temperature 0 'what is up' 'much'")
+    names = ["plain", "transformers' prompt lookup", "prompt lookup", "draft, whole blocks", "draft, by default"]
     assert list(found["ways"]) == names and found["fastest"] in names
     for name, way in found["ways"].items():
         assert way["turns"] == 2 and way["tokens"] == 24 and way["speedup"]["identical"] == 2
-        assert (way["tau"] is not None) == name.startswith("draft")
+        assert (way["tau"] is not None) == (name in names[2:])
+    assert list(found["chosen"]) == names[2::2] and "plain steps" in found["chosen"]["draft, by default"]
     assert found["ways"]["plain"]["speedup"]["ratio_of_medians"] == 1
-    sampled = answer(f"race {PAIR} --temperature 1 --max_new_tokens 4 --prompts_file prompts.jsonl --num_prompts 1")
+    sampled = answer(f"{raced} 4 --temperature 1 --prompts_file prompts.jsonl --num_prompts 1")
     assert {way["speedup"]["identical"] for way in sampled["ways"].values()} == {None}
-    assert main(shlex.split(f"race {PAIR} --temperature 0 --max_new_tokens 4 much")) == 0
+    assert main(shlex.split(f"{raced} 4 --temperature 0 much")) == 0
     table, _, verdict = capsys.readouterr().out.rstrip().rpartition("\n\n")
-    assert table.count("\n") == 5 and verdict.startswith("fastest: ")
+    assert table.count("\n") == 6 and "1 of 1" in table and all(len(line) < 120 for line in table.split("\n"))
+    assert verdict.startswith("prompt lookup: ") and "\nfastest: " in verdict
 
 
-def test_a_race_without_a_draft_looks_for_one(answer, monkeypatch):
+def test_prompts_of_a_race_may_follow_options_but_not_a_file(refusal):
+    options = parse(shlex.split("race target --seed 1 one two --quiet three"))
+    assert (options.target, options.prompts) == ("target", ["one", "two", "three"])
+    assert "unrecognized arguments: much" in refusal("race target --prompts_file prompts.jsonl --seed 1 much")
+
+
+@pytest.mark.parametrize(
+    ("proposed", "said"),
+    [
+        ([0, 0, 0], "no drafts"),
+        ([3, 0, 0], "In the others none was expected to pay"),
+        ([3, 3, 4], "3.3 draft tokens in 100%"),
+    ],
+)
+def test_a_race_says_what_the_scheduler_sent(proposed, said):
+    rounds = Rounds(
+        request_ids=[0] * 3, proposed=proposed, depths=[min(each, 3) for each in proposed], accepted=[0] * 3,
+        committed=[2] * 3, confidence=[None] * 3, seconds=[RoundSeconds(1, 0.0, 0.1, 0.2)] * 3,
+    )  # fmt: skip
+    choice = _choice([Answer("", 0, 0, rounds=rounds, plain=PlainAnswer(10, 0.0, 1.0, True))])
+    assert said in choice and ("took 2.00 plain steps" in choice) == any(proposed)
+
+
+def test_a_race_without_a_draft_looks_for_one_and_without_prompts_has_some(answer, monkeypatch):
     monkeypatch.setattr(
         "hf_dspark.hub.repository.find_drafts", lambda *_: ("here", [("draft", None, "it is the one")])
     )
-    words = "race --target target --dtype float32 --temperature 0 --max_new_tokens 4 much"
-    assert answer(words)["ways"].keys() > {"draft, whole blocks"}
+    words = "race target --dtype float32 --temperature 0 --max_new_tokens 2"
+    found = answer(words)["ways"]
+    assert found["draft, whole blocks"]["prompts"] == len(SEVERAL_KINDS)
     monkeypatch.setattr("hf_dspark.hub.repository.find_drafts", lambda *_: ("nowhere", []))
-    assert answer(words)["ways"].keys() == {"plain", "transformers' prompt lookup"}
+    assert answer(f"{words} much")["ways"].keys() == {"plain", "transformers' prompt lookup", "prompt lookup"}
 
 
 def test_generate_uses_the_chat_template_and_tells_it_about_thinking(answer):
