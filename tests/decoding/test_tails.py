@@ -54,14 +54,12 @@ def watched(draft, policy=None):
     ("head", "policy", "gamma"),
     [
         ("vanilla", Tails(), 2),
-        ("gated", Tails(), 2),
-        ("draft_top_k", Tails(), 2),
-        ("pruned", Tails(), 2),
         ("dflash2", Tails(), 2),
         ("vanilla", Tails(nodes=3), 2),
-        ("vanilla", CutTails(0.5), 3),
-        ("headless", CutTails(0.4), 2),
         ("vanilla", Scheduler(SLOW_DRAFT, tails=True, trees=False), 2),
+        *(pytest.param(head, Tails(), 2, marks=pytest.mark.slow) for head in ("gated", "draft_top_k", "pruned")),
+        pytest.param("vanilla", CutTails(0.5), 3, marks=pytest.mark.slow),
+        pytest.param("headless", CutTails(0.4), 2, marks=pytest.mark.slow),
     ],
 )
 def test_rounds_that_draw_tails_have_the_targets_distribution(monkeypatch, make_target, head, policy, gamma):
