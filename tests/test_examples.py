@@ -51,6 +51,7 @@ def test_the_quickstart_notebook_gives_the_same_tokens(in_examples, capsys):
     assert "tau" in printed and "threshold" in printed
 
 
+@pytest.mark.slow
 def test_the_chat_notebook_answers_as_without_the_draft(in_examples, tmp_path, capsys):
     target = tmp_path / "target"
     make_chat_target(target)

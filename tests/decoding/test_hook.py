@@ -29,6 +29,7 @@ def test_installing_twice_wraps_once():
     assert GenerationMixin._assisted_decoding is before
 
 
+@pytest.mark.slow
 def test_draft_without_the_import_gets_transformers_own_explanation(tmp_path, pair):
     pair[1].save_pretrained(tmp_path)
     program = f"from transformers import AutoModel; AutoModel.from_pretrained({str(tmp_path)!r})"

@@ -102,7 +102,7 @@ def answers_of(target, assistants, calls=6):
     return answers
 
 
-@pytest.mark.parametrize("shared", [True, False])
+@pytest.mark.parametrize("shared", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_threads_that_draft_for_one_target_wait_for_each_other(any_target, shared):
     drafts = [draft_of(any_target)] * 2 if shared else [draft_of(any_target), draft_of(any_target)]
     plain = any_target.generate(IDS, **GREEDY)

@@ -101,7 +101,7 @@ def test_decoding_accepts_what_the_drafts_own_loop_accepts(folder, verifier):
 
 
 @pytest.mark.parametrize("folder", DRAFTS, indirect=True)
-@pytest.mark.parametrize("batch", [1, 3, 5])
+@pytest.mark.parametrize("batch", [pytest.param(1, marks=pytest.mark.slow), 5])
 @pytest.mark.parametrize("trees", [False, True], ids=["chains", "trees"])
 def test_greedy_batches_are_those_of_plain_decoding(folder, verifier, batch, trees):
     draft = DSparkDraftModel.from_pretrained(folder).eval()

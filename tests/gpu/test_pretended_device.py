@@ -375,6 +375,7 @@ def test_training_steps_have_the_same_losses(kind, cached, tmp_path, monkeypatch
 # ---- what a round asks of the device
 
 # Launches, copies to the device and waits of a round at most, for one row.
+QUICK = ("chain, greedy", "tree of 15, drawn")
 LIMITS = {
     "chain, greedy": (FullBlock(), GREEDY, 278, 1, 1),
     "chain, drawn": (FullBlock(), DRAWN, 357, 4, 1),
@@ -399,7 +400,9 @@ def asked(target, draft, policy=None, **how):
     return [number / (many - few) for number in (more.launches, more.copies, more.waits.total())]
 
 
-@pytest.mark.parametrize("name", [pytest.param(each, marks=[pytest.mark.slow] * (" by " in each)) for each in LIMITS])
+@pytest.mark.parametrize(
+    "name", [pytest.param(each, marks=[pytest.mark.slow] * (each not in QUICK)) for each in LIMITS]
+)
 def test_a_round_waits_for_the_device_a_few_times(pairs, name):
     policy, how, *limits = LIMITS[name]
     found, (step, *_, waits) = asked(*pairs[DEVICE], policy, **how), asked(*pairs[DEVICE], **how)

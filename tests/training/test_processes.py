@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 import hf_dspark
 from tests.training.tiny import tiny_pair, tiny_rows
 
+pytestmark = pytest.mark.slow
 FOLDER = Path(__file__).parent
 PLACES = (Path(hf_dspark.__file__).parent.parent, FOLDER.parent.parent, os.environ.get("PYTHONPATH", ""))
 ENVIRONMENT = os.environ | {
@@ -33,7 +34,6 @@ def run(script: str, *words, processes: int = 1, code: int = 0) -> None:
     assert done.returncode == code, done.stderr[-5000:]
 
 
-@pytest.mark.slow
 def test_killed_run_resumes_on_the_same_curve(tmp_path):
     """A process that is killed between two checkpoints, against one that was left alone: not a bit differs."""
     kill_at = random.Random(os.getpid()).randint(3, 8)
@@ -47,7 +47,6 @@ def test_killed_run_resumes_on_the_same_curve(tmp_path):
     assert all(torch.equal(weights[1][name], value) for name, value in weights[0].items())
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("draft", ["dspark", "eagle3"])
 def test_two_processes_train_as_one_with_twice_the_accumulation(tmp_path, draft):
     run("train_tiny.py", tmp_path / "one", tmp_path / "one.json", -1, draft, 2)
@@ -59,14 +58,12 @@ def test_two_processes_train_as_one_with_twice_the_accumulation(tmp_path, draft)
         assert two[name] == pytest.approx(values, rel=1e-4), name
 
 
-@pytest.mark.slow
 def test_several_processes_train_on_streams(tmp_path):
     run("train_tiny.py", tmp_path / "run", tmp_path / "log.json", -1, "stream", processes=2)
     log = json.loads((tmp_path / "log.json").read_text())
     assert log["processes"] == 2 and len(log["loss"]) == 10
 
 
-@pytest.mark.slow
 def test_the_manuals_torchrun_line_trains_in_two_processes(tmp_path):
     target, _ = tiny_pair()
     target.save_pretrained(tmp_path / "target")
