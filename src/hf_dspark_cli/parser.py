@@ -395,7 +395,7 @@ def _add_target(parser: ArgumentParser, served: bool = False, name: str = "--tar
     add = group.add_argument
     if served:
         parser.add_argument("model", type=model, metavar="MODEL", help="folder, or Hub id with or without @REVISION")
-        what = "Hub id or folder of its draft; auto looks for one, ngram drafts from the prompt (%(default)s)"
+        what = "Hub id or folder of its draft, or mtp, its own module; auto looks for one, ngram copies (%(default)s)"
         parser.add_argument("--draft", type=model, default="auto", metavar="MODEL", help=what)
     else:
         required = {"required": True} if name == "--target" else {}

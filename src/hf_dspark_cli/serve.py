@@ -23,7 +23,7 @@ from transformers.cli.serve import Serve
 from transformers.cli.serving.model_manager import ModelManager
 from transformers.cli.serving.utils import BaseHandler, GenerateManager, _GenerationCancelled, _StreamError
 
-from hf_dspark.decoding.attach import AUTO, NGRAM, attach
+from hf_dspark.decoding.attach import AUTO, MTP, NGRAM, attach
 from hf_dspark.decoding.reversible import JsonGrammars, XGrammarProcessor
 from hf_dspark.decoding.together import Asked, decode_waiting
 from hf_dspark.hub.inspection import memory_needed
@@ -156,7 +156,7 @@ def _listen(host: str, port: int) -> socket.socket:
 
 def _memory(options: Namespace) -> dict[str, int]:
     """Return the bytes that weights and 1,000 tokens will take, and those that are free, before anything is loaded."""
-    named = [options.model] + [options.draft] * (options.draft not in (AUTO, NGRAM))
+    named = [options.model] + [options.draft] * (options.draft not in (AUTO, NGRAM, MTP))
     device, bits = get_max_memory(), 4 * bool(options.load_in_4bit) or 8 * bool(options.load_in_8bit)
     on_cpu = options.device_map == "cpu" or device.keys() == {"cpu"}
     needed = [memory_needed(name, options.dtype, bits if name == options.model else 0) for name in named]
