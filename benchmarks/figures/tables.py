@@ -546,6 +546,27 @@ def rendered(name: str, page: Path) -> str:
     return f"{text}\n\n<sub>[How this was measured]({link}#sources){named}</sub>\n"
 
 
+# ---- serving
+
+
+@table("serving")
+def serving() -> Rows:
+    yield "clients at once", "transformers: tokens/s", "with the draft: tokens/s", "ratio", "identical answers"
+    for cell in load("serving")["cells"]:
+        plain, own = (statistics.median(cell["tokens_per_second"][name]) for name in ("transformers", "own"))
+        same = f"{cell['identical']} of {cell['turns']} turns"
+        yield str(cell["clients"]), number(plain, 1), number(own, 1), number(own / plain), same
+
+
+@table("serving_structured")
+def serving_structured() -> Rows:
+    yield "JSON of a schema", "τ", "time per token, of plain", "valid"
+    cells = load("serving_structured")["cells"]
+    for name, cell in cells.items():
+        share = cell["ms_per_token"] / cells["plain"]["ms_per_token"]
+        yield name, number(cell["tau"]), number(share), f"{cell['valid']} of {cell['answers']}"
+
+
 def refreshed(text: str, page: Path) -> str:
     """Return a page with all its tables made anew."""
 
