@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -33,21 +33,17 @@ def find_drafts(target: PreTrainedModel, token: str | bool | None = None) -> tup
     Without the Hub, or for a target that nothing names there, the local cache is searched: drafts whose card names the
     target, then those for its base, then those without a card.
     """
-    name, adapters = target.name_or_path, getattr(target, "peft_config", None) or {}
-    is_named = not os.path.exists(name) and is_on_hub(name)
-    own = [name] if is_named and not adapters else []
-    bases = [] if own else _bases_in(name, adapters.values())
+    name, adapters = target.name_or_path, list((getattr(target, "peft_config", None) or {}).values())
+    own = [name] if _is_name(name) and not adapters else []
+    bases = [] if own else _bases_of(name, adapters)
     if not own and not bases:
         return f"in the local cache ({name or 'the target'} is no name on the Hub)", _in_cache([], [])
     try:
         ask_hub(constants.ENDPOINT)
-        found = _on_hub(own, token)
-        if not found:
-            found = _on_hub(bases or _bases_on_hub(name), token, FOR_BASE)
-        return "on the Hub", found
+        return "on the Hub", _on_hub(own, token) or _on_hub(bases or _bases_of(name, adapters), token, FOR_BASE)
     except Exception as error:  # of the network, or of the library that talks to it
         where = f"in the local cache (the Hub does not answer: {one_line(error)})"
-        return where, _in_cache(own, bases or _bases_on_hub(name))
+        return where, _in_cache(own, bases or _bases_of(name, adapters))
 
 
 def _on_hub(target_names: Sequence[str], token: str | bool | None, more: str = "") -> list[FoundDraft]:
@@ -82,19 +78,20 @@ def _in_cache(own: Sequence[str], target_bases: Sequence[str]) -> list[FoundDraf
     return [each for part in found for each in part]
 
 
-def _bases_in(name: str, adapters: Iterable[Any]) -> list[str]:
-    """Return what a target was made from, as its adapters say, or the card and the adapter in its folder."""
-    bases = [name, *(adapter.base_model_name_or_path for adapter in adapters)]
-    if os.path.isdir(name):
-        bases += _targets_of(Path(name) / CARD_FILE)
+def _bases_of(name: str, adapters: Sequence[Any]) -> list[str]:
+    """Return what a target was made from: as its adapters say, else its card and the adapter in its folder."""
+    bases = [adapter.base_model_name_or_path for adapter in adapters]
+    if not adapters and os.path.isdir(name):
+        bases = _targets_of(Path(name) / CARD_FILE)
         with suppress(OSError, ValueError):
             bases.append(json.loads((Path(name) / ADAPTER_FILE).read_text()).get("base_model_name_or_path"))
-    return [base for base in dict.fromkeys(bases) if not os.path.exists(base or "") and is_on_hub(base)]
+    elif not adapters and _is_name(name):
+        bases = [base for base in _targets_of(name) if base != name]
+    return list(dict.fromkeys(filter(_is_name, bases)))
 
 
-def _bases_on_hub(name: str) -> list[str]:
-    """Return what a model on the Hub, or in the cache, was made from, by its card."""
-    return [] if os.path.exists(name) else [base for base in _targets_of(name) if base != name]
+def _is_name(name: str | None) -> bool:
+    return is_on_hub(name) and not os.path.exists(name)
 
 
 def _targets_of(card: str | Path) -> list[str]:

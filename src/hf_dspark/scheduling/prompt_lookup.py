@@ -58,14 +58,6 @@ class AnswerMemory:
 
     Raises:
         ValueError: If there is no room for an answer.
-
-    Example:
-
-    ```python
-    draft.decoding = DecodingOptions(answers=AnswerMemory())
-    output = target.generate(**inputs, assistant_model=draft, max_new_tokens=64)
-    draft.decoding.answers.clear()
-    ```
     """
 
     def __init__(self, num_tokens: int = 2**20) -> None:
