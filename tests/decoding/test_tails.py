@@ -17,7 +17,7 @@ from tests.decoding.test_lossless_batches import PROMPTS, enumerate_rounds
 from tests.distributions import HEADS, TargetDistribution, chi_square_p_value, extend, make_pair
 from tests.rows import GREEDY, alone, assert_as_alone, assert_rows, padded
 
-SLOW_DRAFT = ThroughputTable((1, 4, 8), (1.0, 0.9, 0.8), drafting=0.8)
+SLOW_DRAFT = ThroughputTable((1, 4, 8), (1.0, 0.95, 0.9), drafting=0.5)
 
 
 @dataclass(frozen=True)

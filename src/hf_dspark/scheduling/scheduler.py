@@ -31,7 +31,7 @@ PRIOR_ROUNDS = 3  # how many rounds that expectation counts for
 RECENT_ROUNDS = 10  # older rounds fade
 SAME_CONTEXT = 256  # cached tokens: so many more do not change the choice
 TAIL_SHARE = 0.25  # of drafting: what the heads alone take
-TAILS_TRIED = 16  # rounds that show what tails bring
+TAIL_ACCEPTANCE = 0.55  # expected of each slot of an unknown tail
 LEAST_GAIN = 1.03  # of trees over chains, as predicted: measured step times are no better than that
 
 
@@ -167,10 +167,9 @@ class Scheduler(Policy):
 
     def _prefers_tails(self, load: Load) -> bool:
         """Tell whether what the last blocks have left brings more tokens per second than new ones, or than none."""
-        if self._tails.rounds < TAILS_TRIED:
-            return True
-        survivals = np.array([0.0, *self._tails.survival])
-        kept = sum(float(survivals[: 1 + length].sum()) for length in load.tails)
+        known, later = [1.0, *self._tails.survival], TAIL_ACCEPTANCE ** np.arange(1, 1 + max(load.tails))
+        survivals = np.array([*known[1:], *known[-1] * later])
+        kept = sum(float(survivals[:length].sum()) for length in load.tails)
         cost = self._cost_of(load)
         seconds = float(cost.round_seconds(load, sum(load.tails))[-1]) - (1 - TAIL_SHARE) * cost.drafting
         others = self._rate(load, self._expected(load)), load.base_tokens / cost.plain_seconds(load)
