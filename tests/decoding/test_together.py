@@ -104,6 +104,16 @@ def test_calls_of_other_kinds_take_turns_and_those_without_a_draft_are_plain(pai
     assert attached.num_plain == 2 and len(opened) >= 5
 
 
+def test_a_first_call_that_is_refused_is_tried_once(pair, attached, call, monkeypatch):
+    prepared, own = [], together.OwnPrompt
+    long = call([5] * (pair[0].config.max_position_embeddings + 4))
+    seen = type("Seen", (own,), {"options": property(lambda self: prepared.append(1) or self.__dict__["options"])})
+    object.__setattr__(long.prompt, "__class__", seen)
+    with pytest.warns(UserWarning, match="context"):
+        decode_waiting(deque([long]))
+    assert len(answer(long)) == 12 and len(prepared) <= 2
+
+
 def test_samples_of_one_kind_are_drawn_together(pair, call, monkeypatch):
     opened = queues(monkeypatch)
     asked = [call(PROMPTS[0], do_sample=True, temperature=1.5) for _ in range(6)]

@@ -56,11 +56,12 @@ def decode_waiting(waiting: deque[Asked]) -> None:
 
 
 def _decode_together(first: Asked, waiting: deque[Asked], taken: dict[int, Asked]) -> None:
-    attached, common = attachment_of(first.target), (first.given.get("tokenizer"), MOST_TOGETHER, False)
+    attached, kind = attachment_of(first.target), first.kind
+    common = first.given.get("tokenizer"), MOST_TOGETHER, False
 
     def prompts() -> Iterator[OwnPrompt | object]:
         for index in range(MOST_IN_A_ROW):
-            if waiting and waiting[0].kind == first.kind:
+            if waiting and waiting[0].kind == kind:
                 taken[index] = waiting.popleft()
             yield taken[index].prompt if index in taken else NONE_YET
 
