@@ -42,6 +42,7 @@ def test_readme_runs_as_printed(capsys):
         assert "A pen costs 3 dollars" in answer and float(tau) > 2
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("checkout")
 def test_the_first_example_prints_its_answer_and_nothing_else(tmp_path):
     environment = os.environ | {"PYTHONPATH": str(Path(hf_dspark.__file__).parents[1]), "OMP_NUM_THREADS": "1"}

@@ -82,6 +82,7 @@ def fork(hub, published, tmp_path_factory):
     return str(folder)
 
 
+@pytest.mark.slow
 def test_one_file_decodes_the_same_tokens_where_the_package_is_not_installed(session, published, fork):
     report = session("alone", DSPARK, fork, EAGLE3)
     expected = published["tokens"][DSPARK]["greedy"]
