@@ -19,6 +19,7 @@ from unittest import mock
 import bench
 import torch
 from ahead import SAMPLERS, Block, after_gap
+from saguaro import best_fan_out, speedup
 from tqdm import tqdm
 from trees import per_token_of_all
 
@@ -26,7 +27,6 @@ from hf_dspark import FullBlock
 from hf_dspark.decoding import loop as decoding_loop
 from hf_dspark.decoding.drafter import Drafter
 from hf_dspark.sampling.drafts import DraftBlock
-from hf_dspark.scheduling.speculation_ahead import best_fan_out, speedup
 
 
 class Ahead:

@@ -29,13 +29,13 @@ import numpy
 import torch
 from bench import RESULTS, main
 from policy_baselines import EliminationScheduler
+from saguaro import best_fan_out, hit_rate, speedup
 from tqdm import tqdm
 
 from hf_dspark import FullBlock, Policy, Scheduler, ThroughputTable
 from hf_dspark.scheduling.costs import Load
 from hf_dspark.scheduling.rounds import RoundOutcome
 from hf_dspark.scheduling.scheduler import TAIL_SHARE
-from hf_dspark.scheduling.speculation_ahead import best_fan_out, hit_rate, speedup
 
 CONCURRENCIES = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 192, 256)
 SLO_QUANTILE = 0.9  # AdaSpec's limit: the 90th percentile of plain decoding

@@ -20,7 +20,7 @@ from hf_dspark import (
 )
 from hf_dspark.decoding.tree_drafting import Chains
 from hf_dspark.models import modeling_dspark
-from hf_dspark.sampling.distributions import TokenDistribution, residual_distribution, with_likely_residual
+from hf_dspark.sampling.distributions import TokenDistribution, residual_distribution
 from hf_dspark.sampling.drafts import ChainSampler, DraftBlock
 from hf_dspark.sampling.verification import verify_chains
 from hf_dspark.scheduling.costs import ThroughputTable
@@ -136,24 +136,6 @@ def test_enumeration_catches_a_test_against_the_wrong_draft_distribution(make_ta
     flat = torch.full((2, VOCAB), 1.0 / VOCAB, dtype=torch.double)
     pair = make_pair(make_target, draft_top_k=2)
     assert distance_from_target(*pair, FullBlock(), claimed_distribution=lambda block: flat) > 0.01
-
-
-@pytest.mark.parametrize("head", ["vanilla", "draft_top_k"])
-def test_saguaro_sampling_keeps_the_target_distribution_if_it_is_what_drafts_are_tested_against(
-    make_target, head, monkeypatch
-):
-    honest, before = Chains.draw, []
-
-    def damped(self, *arguments):
-        token_ids, distribution = honest(self, *arguments)
-        before.append(distribution.dense(VOCAB).probs[0].double())
-        return token_ids, with_likely_residual(distribution, 1, 0.4)
-
-    monkeypatch.setattr(Chains, "draw", damped)
-    pair = make_pair(make_target, **HEADS[head])
-    assert distance_from_target(*pair, FullBlock()) < ROUNDING
-    undamped = lambda block: torch.stack(before[-2:])  # noqa: E731
-    assert distance_from_target(*pair, FullBlock(), claimed_distribution=undamped) > 0.01
 
 
 def test_appendix_a_example_of_a_look_ahead_scheduler_is_lossy_and_early_stop_is_not():

@@ -11,7 +11,6 @@ from hf_dspark.sampling.distributions import (
     largest,
     residual_distribution,
     scatter_to_vocabulary,
-    with_likely_residual,
 )
 from hf_dspark.sampling.drafts import ChainSampler, DraftBlock
 from hf_dspark.sampling.verification import verify_chains
@@ -176,16 +175,3 @@ def test_the_first_of_the_largest_scores_is_that_of_argmax(vocab_size, dtype):
 def test_scatter_to_vocabulary_forbids_every_other_token():
     full = scatter_to_vocabulary(torch.tensor([[1.0, 2.0]]), torch.tensor([[3, 0]]), 5)
     assert full.tolist() == [[2.0, -torch.inf, -torch.inf, 1.0, -torch.inf]]
-
-
-def test_saguaro_sampling_is_the_checked_example():
-    """Theorem 19: as much is accepted, and what replaces a rejected token is always one of the two best others."""
-    target, drafts = torch.full((4,), 0.25), TokenDistribution(torch.tensor([0.26, 0.26, 0.24, 0.24]))
-    found = with_likely_residual(drafts, 2, (12 / 13) ** 2)
-    torch.testing.assert_close(found.probs, torch.tensor([0.24, 0.24, 0.26, 0.26]))
-    for probs in (drafts.probs, found.probs):
-        assert float(torch.minimum(target, probs).sum()) == pytest.approx(0.98)
-    assert residual_distribution(target, drafts.probs)[:2].sum() == 0.0
-    assert residual_distribution(target, found.probs)[:2].sum() == pytest.approx(1.0)
-    on_candidates = TokenDistribution(drafts.probs[None], torch.tensor([[9, 3, 5, 7]]))
-    assert torch.equal(with_likely_residual(on_candidates, 2, (12 / 13) ** 2).probs[0], found.probs)

@@ -163,17 +163,6 @@ def invert(probs: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
     return index.clamp_max(probs.shape[-1] - 1)  # NaN sorts after everything
 
 
-def with_likely_residual(distribution: TokenDistribution, count: int, factor: float) -> TokenDistribution:
-    """Return draft distributions `[..., n]` in which the `count` best tokens have `factor` times their weight. With a
-    factor below 1, they are more often what replaces a rejected draft.
-
-    What is drawn from them must be tested against them. Saguaro sampling.
-    """
-    best = distribution.probs.topk(min(count, distribution.probs.shape[-1]), dim=-1).indices
-    probs = distribution.probs.scatter(-1, best, factor * distribution.probs.gather(-1, best))
-    return TokenDistribution(probs / probs.sum(dim=-1, keepdim=True), distribution.candidate_ids)
-
-
 def residual_distribution(target_probs: torch.Tensor, draft_probs: torch.Tensor) -> torch.Tensor:
     """Return max(p_t - p_d, 0), normalised: the distribution of the token that replaces a rejected one, `[..., n]`.
 

@@ -1,4 +1,4 @@
-"""What drafting while the target verifies is worth.
+"""What drafting while the target verifies is worth: the theory, for `simulator.py ahead` and `ahead_threads.py`.
 
 Blocks are prepared for likely outcomes of a verification: how many drafts were accepted, and which token came after
 them. Times are in units of one verification. The drafter that prepares blocks takes `draft_time`. After a miss, an
@@ -9,6 +9,8 @@ import math
 from collections.abc import Sequence
 
 import numpy as np
+
+from hf_dspark.sampling.distributions import TokenDistribution
 
 
 def hit_rate(after_hit: float, after_miss: float) -> float:
@@ -86,6 +88,17 @@ def largest_batch(hits_slow: float, hits_fast: float, tokens: tuple[float, float
     if gain >= draft_time:
         return math.inf
     return math.log(1 - gain / draft_time) / math.log(hits_slow)
+
+
+def with_likely_residual(distribution: TokenDistribution, count: int, factor: float) -> TokenDistribution:
+    """Return draft distributions `[..., n]` in which the `count` best tokens have `factor` times their weight. With a
+    factor below 1, they are more often what replaces a rejected draft.
+
+    What is drawn from them must be tested against them. Saguaro sampling.
+    """
+    best = distribution.probs.topk(min(count, distribution.probs.shape[-1]), dim=-1).indices
+    probs = distribution.probs.scatter(-1, best, factor * distribution.probs.gather(-1, best))
+    return TokenDistribution(probs / probs.sum(dim=-1, keepdim=True), distribution.candidate_ids)
 
 
 def _mean(share: float, first: float, second: float) -> float:

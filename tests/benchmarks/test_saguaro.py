@@ -1,21 +1,23 @@
 """What drafting ahead is worth: the theory against brute force, and the numbers that others checked."""
 
+import importlib
 import itertools
 import math
 import random
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
-from hf_dspark.scheduling.speculation_ahead import (
-    best_fan_out,
-    geometric_fan_out,
-    hit_rate,
-    largest_batch,
-    outcome_chances,
-    speedup,
-    speedup_bounds,
-)
+from hf_dspark import FullBlock
+from hf_dspark.decoding.tree_drafting import Chains
+from hf_dspark.sampling.distributions import TokenDistribution, residual_distribution
+from tests.decoding.test_lossless import HEADS, ROUNDING, VOCAB, distance_from_target, make_pair
+
+sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
+saguaro = importlib.import_module("saguaro")
 
 
 @pytest.mark.parametrize("batch_size", [1, 3])
@@ -31,17 +33,21 @@ def test_speedup_is_that_of_simulated_rounds(batch_size, after_hit, after_miss, 
         hits += sum(was_hit)
         kept += sum(tokens[0] if each else tokens[1] for each in was_hit) / batch_size
         seconds += max(1.0, draft_time) if all(was_hit) else 1 + fallback_time
-    expected = hit_rate(after_hit, after_miss)
+    expected = saguaro.hit_rate(after_hit, after_miss)
     assert hits / rounds / batch_size == pytest.approx(expected, abs=0.01)
-    assert kept / seconds == pytest.approx(speedup(expected, tokens, draft_time, fallback_time, batch_size), rel=0.01)
+    assert kept / seconds == pytest.approx(
+        saguaro.speedup(expected, tokens, draft_time, fallback_time, batch_size), rel=0.01
+    )
 
 
 def test_speedup_over_synchronous_drafting_is_within_its_bounds():
     for hits, fallback_tokens in itertools.product((0.1, 0.5, 0.9, 1.0), (1.0, 2.0, 4.0)):
-        low, high = speedup_bounds(hits, 4.0, 4.0, 0.3)
-        over_synchronous = speedup(hits, (4.0, fallback_tokens), 0.9, 0.0) / (4.0 / 1.3)
+        low, high = saguaro.speedup_bounds(hits, 4.0, 4.0, 0.3)
+        over_synchronous = saguaro.speedup(hits, (4.0, fallback_tokens), 0.9, 0.0) / (4.0 / 1.3)
         assert low - 1e-12 <= over_synchronous <= high + 1e-12
-    assert speedup_bounds(1.0, 4.0, 4.0, 0.3) == pytest.approx((1.3, 1.3))  # all of the drafting is hidden, no more
+    assert saguaro.speedup_bounds(1.0, 4.0, 4.0, 0.3) == pytest.approx(
+        (1.3, 1.3)
+    )  # all of the drafting is hidden, no more
 
 
 def missing(fan_out, exponent):
@@ -49,7 +55,7 @@ def missing(fan_out, exponent):
 
 
 def test_geometric_fan_out_is_the_checked_example_and_no_other_allocation_beats_it():
-    found, chances = geometric_fan_out(24, 0.8, 1.0, 5), outcome_chances(0.8, 5)
+    found, chances = saguaro.geometric_fan_out(24, 0.8, 1.0, 5), saguaro.outcome_chances(0.8, 5)
     assert found.tolist() == pytest.approx([4.50, 4.03, 3.60, 3.22, 2.88, 5.76], abs=0.01)
     assert chances.sum() == pytest.approx(1) and found.sum() == pytest.approx(24)
     best = float((chances * missing(found, 1.0)).sum())
@@ -66,7 +72,7 @@ def test_whole_fan_outs_are_the_best_of_all(seed):
     rng = np.random.default_rng(seed)
     chances, budget = rng.dirichlet(np.ones(4)), int(rng.integers(0, 9))
     hits = [np.concatenate([[0.0], np.sort(rng.random(int(rng.integers(1, 7))))]) for _ in range(4)]  # not concave
-    found, rate = best_fan_out(budget, chances, hits)
+    found, rate = saguaro.best_fan_out(budget, chances, hits)
     rates = [
         sum(chance * curve[count] for chance, curve, count in zip(chances, hits, counts, strict=True))
         for counts in itertools.product(*(range(len(curve)) for curve in hits))
@@ -79,15 +85,46 @@ def test_whole_fan_outs_are_the_best_of_all(seed):
 def test_a_first_block_that_never_hits_stops_no_whole_fan_out():
     """Under F^-r a single prepared block misses always: who adds one after the other never begins."""
     curve = [0.0, *(missing(count, 1.0) for count in range(1, 25))]
-    found, rate = best_fan_out(24, outcome_chances(0.8, 5), [curve] * 6)
+    found, rate = saguaro.best_fan_out(24, saguaro.outcome_chances(0.8, 5), [curve] * 6)
     assert rate == pytest.approx(0.763, abs=0.005) and sum(found) == 24
 
 
 def test_largest_batch_is_where_both_fallbacks_are_equally_fast():
     tokens, time = (5.0, 1.0), 0.3
-    limit = largest_batch(0.8, 0.75, tokens, time)
+    limit = saguaro.largest_batch(0.8, 0.75, tokens, time)
     assert limit == pytest.approx(8.03, abs=0.005)
-    slow = [speedup(0.8, (5.0, 5.0), time, time, batch) for batch in range(1, 20)]
-    fast = speedup(0.75, tokens, time, 0.0)
+    slow = [saguaro.speedup(0.8, (5.0, 5.0), time, time, batch) for batch in range(1, 20)]
+    fast = saguaro.speedup(0.75, tokens, time, 0.0)
     assert [each > fast for each in slow] == [batch < limit for batch in range(1, 20)]
-    assert largest_batch(0.8, 0.75, tokens, 0.2) == math.inf
+    assert saguaro.largest_batch(0.8, 0.75, tokens, 0.2) == math.inf
+
+
+def test_saguaro_sampling_is_the_checked_example():
+    """Theorem 19: as much is accepted, and what replaces a rejected token is always one of the two best others."""
+    target, drafts = torch.full((4,), 0.25), TokenDistribution(torch.tensor([0.26, 0.26, 0.24, 0.24]))
+    found = saguaro.with_likely_residual(drafts, 2, (12 / 13) ** 2)
+    torch.testing.assert_close(found.probs, torch.tensor([0.24, 0.24, 0.26, 0.26]))
+    for probs in (drafts.probs, found.probs):
+        assert float(torch.minimum(target, probs).sum()) == pytest.approx(0.98)
+    assert residual_distribution(target, drafts.probs)[:2].sum() == 0.0
+    assert residual_distribution(target, found.probs)[:2].sum() == pytest.approx(1.0)
+    on_candidates = TokenDistribution(drafts.probs[None], torch.tensor([[9, 3, 5, 7]]))
+    assert torch.equal(saguaro.with_likely_residual(on_candidates, 2, (12 / 13) ** 2).probs[0], found.probs)
+
+
+@pytest.mark.parametrize("head", ["vanilla", "draft_top_k"])
+def test_saguaro_sampling_keeps_the_target_distribution_if_it_is_what_drafts_are_tested_against(
+    make_target, head, monkeypatch
+):
+    honest, before = Chains.draw, []
+
+    def damped(self, *arguments):
+        token_ids, distribution = honest(self, *arguments)
+        before.append(distribution.dense(VOCAB).probs[0].double())
+        return token_ids, saguaro.with_likely_residual(distribution, 1, 0.4)
+
+    monkeypatch.setattr(Chains, "draw", damped)
+    pair = make_pair(make_target, **HEADS[head])
+    assert distance_from_target(*pair, FullBlock()) < ROUNDING
+    undamped = lambda block: torch.stack(before[-2:])  # noqa: E731
+    assert distance_from_target(*pair, FullBlock(), claimed_distribution=undamped) > 0.01
