@@ -4,22 +4,33 @@ python benchmarks/speed.py speed --output benchmarks/results/speed.json
 
 On a CPU, both are timed with packed weights, too: `speedup` is over plain `generate()` as users run it,
 `speedup_same_kernels` over plain `generate()` with packed weights, the stronger baseline. `learning` compares the
-default with the shipped table and calibration, and a draft that never pays with plain decoding."""
+default with the shipped table and calibration, and a draft that never pays with plain decoding. `tasks` attaches the
+draft in ten tasks, whose prompts `--data_dir` holds: `spec_bench/qa.jsonl` and others, `{"turns": [...]}` a line."""
 
 import copy
+import itertools
+import json
 import math
 import os
 from collections.abc import Iterator
 from contextlib import nullcontext
+from operator import truediv
+from pathlib import Path
 from typing import Any
 
 import bench
 from tqdm import tqdm
 
 from hf_dspark import DSparkConfig, DSparkDraftModel, FullBlock, Policy, Scheduler, ThroughputTable, attach
+from hf_dspark.data.prompts import Prompt, as_chat, token_ids
 from hf_dspark.measuring.calibrate import CALIBRATED
 from hf_dspark.scheduling import step_costs
 
+TASKS = (
+    "spec_bench/mt_bench", "spec_bench/translation", "spec_bench/summarization", "spec_bench/qa", "spec_bench/rag",
+    "spec_bench/math_reasoning", "prompts/math500", "prompts/humaneval", "prompts/mbpp", "prompts/arena-hard-v2",
+)  # fmt: skip
+MOST_CHARACTERS = 800  # of a prompt
 TABLE = step_costs.SHIPPED_TABLES / "cpu_2_cores.pair.float32.json"
 
 
@@ -78,30 +89,80 @@ def speed(
     return {"dtype": dtype, "num_prompts": len(prompts), "cells": cells}
 
 
-def learning(num_prompts: int = 40, warm_up: int = 12, max_new_tokens: int = 96) -> Iterator[dict[str, Any]]:
+def learning(warm_up: int = 12, num_calls: int = 100, max_new_tokens: int = 96) -> Iterator[dict[str, Any]]:
     """The shipped pair without calibration and table after 200 rounds, and a random draft; ratios of medians."""
     target, draft, tokenizer = bench.load_pair()
-    measured, bare = Scheduler(ThroughputTable.load(TABLE)), copy.deepcopy(draft)
-    bare.config.update(dict.fromkeys(CALIBRATED))
+    measured, bare = Scheduler(ThroughputTable.load(TABLE)), unmeasured(draft)
     random = DSparkDraftModel(DSparkConfig.from_target(target, num_hidden_layers=2, mask_token_id=1)).eval()
     ways = {"plain": (None, nullcontext), "measured": (draft, lambda: bench.decoding(draft, measured)),
             "learnt": (bare, nullcontext), "random": (None, lambda: attach(target, random))}  # fmt: skip
-    step_costs.SHIPPED_TABLES, os.environ["HF_DSPARK_CACHE"], cells = bench.PAIR, os.devnull, []  # nothing is known
+    prompts, cells = bench.held_out_ids(tokenizer), []
     for regime, sampling in bench.REGIMES.items():
         calls, options = {name: [] for name in ways}, {"max_new_tokens": max_new_tokens, **sampling}
-        for index, ids in enumerate(tqdm(bench.held_out_ids(tokenizer, warm_up + num_prompts), desc=regime)):
+        for index in tqdm(range(warm_up + num_calls), desc=regime):
             for name, (assistant, how) in ways.items():
                 with how():
-                    calls[name].append(bench.decode(target, [ids], index, assistant, **options))
-        later = {name: each[warm_up:] for name, each in calls.items()}
-        seconds = {name: bench.median_per_token(each) for name, each in later.items()}
-        total = {k: sum(each.seconds for each in v) / sum(each.num_tokens for each in v) for k, v in later.items()}
-        cell = {f"{name}_over_plain": seconds["plain"] / seconds[name] for name in ways}
-        cell |= {"random_over_plain_in_all": total["plain"] / total["random"]}
-        cell |= {"learnt_over_measured": seconds["measured"] / seconds["learnt"]}
-        cells.append({"regime": regime, "warm_up_rounds": bench.joined(calls["learnt"][:warm_up]).rounds, **cell})
-        yield {"num_prompts": num_prompts, "load": os.getloadavg()[0], "cells": cells}
+                    prompt = prompts[index % len(prompts)]
+                    calls[name].append(bench.decode(target, [prompt], index, assistant, **options))
+        found = {name: of_calls(each[warm_up:]) for name, each in calls.items()}
+        cell = {"regime": regime, "warm_up_rounds": bench.joined(calls["learnt"][:warm_up]).rounds}
+        for name, over in (("learnt", "measured"), ("learnt", "plain"), ("random", "plain")):
+            cell[f"{name}_over_{over}"], cell[f"{name}_over_{over}_in_all"] = map(truediv, found[over], found[name])
+        cells.append(cell)
+        yield {"load": os.getloadavg()[0], "cells": cells}
+
+
+def tasks(
+    data_dir: str,
+    folder: str = str(bench.PAIR),
+    dtype: bench.Dtype = "float32",
+    rows: tuple[int, ...] = (1, 4, 16),
+    num_prompts: int = 20,
+    max_new_tokens: int = 64,
+) -> Iterator[dict[str, Any]]:
+    """An attached draft without calibration and table, in each of ten tasks; over plain decoding, and over
+    transformers' prompt lookup, which takes one row."""
+    target, draft, tokenizer = bench.load_pair(dtype, Path(folder))
+
+    def ids_of(texts: list[str]) -> list[list[int]]:
+        return [token_ids(as_chat(Prompt(text[:MOST_CHARACTERS]), tokenizer), tokenizer) for text in texts]
+
+    bare, cells = unmeasured(draft), []
+    lookup = {"prompt_lookup_num_tokens": 10}
+    for (regime, sampling), size in itertools.product(bench.REGIMES.items(), rows):
+        options = {"max_new_tokens": max_new_tokens, **sampling}
+        for index, ids in enumerate(ids_of(bench.held_out_prompts(12))):  # some 200 rounds, of another task
+            bench.decode(target, [ids] * size, index, bare, **options)
+        for task in tqdm(TASKS, desc=f"{regime}, {size} rows"):
+            lines = (Path(data_dir) / f"{task}.jsonl").read_text().splitlines()[:num_prompts]
+            ids = ids_of([json.loads(line)["turns"][0] for line in lines])
+            calls: dict[str, list[bench.Call]] = {"plain": [], "attached": []} | ({"lookup": []} if size == 1 else {})
+            for index in range(0, len(ids), size):
+                for name in bench.rotated(list(calls), index // size):
+                    with attach(target, bare) if name == "attached" else nullcontext():
+                        more = lookup if name == "lookup" else {}
+                        calls[name].append(bench.decode(target, ids[index : index + size], index, **options, **more))
+            found = {name: of_calls(each) for name, each in calls.items()}
+            cell = {"task": Path(task).name, "rows": size, "regime": regime}
+            for over in found.keys() - {"attached"}:
+                cell[f"over_{over}"], cell[f"over_{over}_in_all"] = map(truediv, found[over], found["attached"])
+            cells.append(cell)
+            yield {"num_prompts": num_prompts, "load": os.getloadavg()[0], "cells": cells}
+
+
+def unmeasured(draft: DSparkDraftModel) -> DSparkDraftModel:
+    """Return a draft without calibration. No table of this machine is known from now on."""
+    step_costs.SHIPPED_TABLES, os.environ["HF_DSPARK_CACHE"] = bench.PAIR, os.devnull
+    bare = copy.deepcopy(draft)
+    bare.config.update(dict.fromkeys(CALIBRATED))
+    return bare
+
+
+def of_calls(calls: list[bench.Call]) -> tuple[float, float]:
+    """Return the seconds per token: the median of the calls, and that of all together."""
+    in_all = sum(call.seconds for call in calls) / sum(call.num_tokens for call in calls)
+    return bench.median_per_token(calls), in_all
 
 
 if __name__ == "__main__":
-    bench.main(__doc__, speed, learning)
+    bench.main(__doc__, speed, learning, tasks)
