@@ -135,10 +135,8 @@ def help_example(command: str) -> str:
 
 def run_everything(folder: Path) -> dict[str, list[str]]:
     """Run all that is printed; return what ran, what failed with its error, and what was left out with the reason."""
-    from hf_dspark.measuring import profile
     from hf_dspark_cli.parser import COMMANDS
 
-    profile._seconds_of = _steady(profile._seconds_of)
     found: dict[str, list[str]] = {"ran": [], "failed": [], "left out": []}
 
     def attempt(what: str, run) -> None:
@@ -174,16 +172,6 @@ def run_everything(folder: Path) -> dict[str, list[str]]:
         outputs = {key: str(folder / name) for key in ("OUTPUT_DIR", "FOLDER") if key in small}
         attempt(name, lambda name=name, settings=small | outputs: run_notebook(name, settings) and None)
     return found
-
-
-def _steady(seconds_of):
-    """Return a clock by which all passes take the same time: a busy machine is refused, and tests run on one."""
-
-    def steady(one_pass, device) -> float:
-        seconds_of(one_pass, device)
-        return 0.001
-
-    return steady
 
 
 def prepare_pages(prompts: list[str]) -> None:

@@ -115,6 +115,6 @@ def test_scheduled_rounds_verify_less_and_answer_the_same(shipped, monkeypatch):
 @pytest.mark.slow
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 @pytest.mark.parametrize("draft_top_k", [None, 32], ids=["full_vocabulary", "draft_top_k"])
-def test_all_shipped_prompts_are_answered_as_by_the_target_alone(shipped, options, draft_top_k):
+def test_shipped_prompts_are_answered_as_by_the_target_alone(shipped, options, draft_top_k):
     shipped[1].config.draft_top_k = draft_top_k
-    compare(shipped, shipped[2], options)
+    compare(shipped, shipped[2][:: 5 if options or draft_top_k else 1], options)

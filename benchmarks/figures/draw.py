@@ -8,7 +8,7 @@ from pathlib import Path
 
 import confidence  # noqa: F401
 import drafts  # noqa: F401
-import serving  # noqa: F401
+import schedules  # noqa: F401
 import smollm2_figures  # noqa: F401
 from style import FIGURES, REPORT, save
 

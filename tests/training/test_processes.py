@@ -64,9 +64,10 @@ def test_several_processes_train_on_streams(tmp_path):
     assert log["processes"] == 2 and len(log["loss"]) == 10
 
 
-def test_the_manuals_torchrun_line_trains_in_two_processes(tmp_path):
+def test_the_manuals_torchrun_line_trains_in_two_processes(tmp_path, tokenizer):
     target, _ = tiny_pair()
     target.save_pretrained(tmp_path / "target")
+    tokenizer.save_pretrained(tmp_path / "target")
     rows = tmp_path / "rows.jsonl"
     rows.write_text("".join(f"{json.dumps(row)}\n" for row in tiny_rows(12)))
     (line,) = re.findall(r"^torchrun .*", (FOLDER.parents[1] / "docs" / "training.md").read_text(), re.MULTILINE)
