@@ -15,6 +15,9 @@ from hf_dspark.scheduling.step_costs import known_profiles
 from tests.hub.loopback_hub import TOKEN, LoopbackHub
 from tests.printed import LEFT_OUT, PAGES, ROOT, SMALL, SUBSTITUTES, blocks, make_checkout, substituted
 
+# Pages whose blocks need neither minutes nor a Hub; the test of all that is printed runs the others, too.
+QUICK = [page for page in PAGES[1] if not page.endswith(("training.md", "sharing.md"))]
+
 
 @pytest.fixture
 def checkout(tmp_path, monkeypatch) -> list[str]:
@@ -51,6 +54,15 @@ def test_the_first_example_prints_its_answer_and_nothing_else(tmp_path):
     assert done.returncode == 0 and done.stdout.startswith("Question: A pen costs 3 dollars.")
     own_bars = "Loading weights"  # of transformers
     assert [line for line in done.stderr.splitlines() if line and own_bars not in line] == []
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("checkout")
+def test_pages_of_the_manual_run_as_printed():
+    names: dict[str, object] = {}
+    for page in QUICK:
+        for block in python_of(ROOT / page):
+            exec(substituted(block), names)
 
 
 def recipes() -> list:
@@ -105,7 +117,7 @@ def test_docstring_has_an_example_that_runs(name, quickstart):
     quickstart["draft"].decoding = hf_dspark.DecodingOptions()
 
 
-@pytest.mark.slow
+@pytest.mark.release
 def test_all_that_is_printed_runs_in_order(tmp_path):
     """README, manual, examples of `--help` and notebooks, in one process, with a stand-in for the Hub."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "PYTHONPATH"))}
