@@ -179,7 +179,7 @@ def _loaded(
     options: Namespace, quiet: bool = False, note: Callable[[str], None] | None = None, **settings: Any
 ) -> Iterator[tuple[Serve, dict[str, Any]]]:
     """Yield transformers' server, and what it serves: the names of a model and its draft, whether it can chat, and
-    the memory that is needed, which is noted before it is taken.
+    the memory that is needed, if `note` is to tell it before it is taken.
 
     A model in a folder is named after it, and served from the folder around it: no answer tells a path.
     """
@@ -194,9 +194,9 @@ def _loaded(
             raise ValueError(f"{name} is a draft: name its target, and the draft as --draft")
         around, name = os.path.split(os.path.abspath(name))
     served: dict[str, Any] = {"model": name}
-    with suppress(OSError, ValueError, TypeError):  # who loads them says what is wrong
-        served["memory"] = _memory(options)
-        if note is not None:
+    if note is not None:
+        with suppress(OSError, ValueError, TypeError):  # who loads them says what is wrong
+            served["memory"] = _memory(options)
             note(_memory_text(served["memory"]))
     known, load = WeakSet(), ModelManager.load_model_and_processor
 
@@ -205,7 +205,7 @@ def _loaded(
         if called == served.setdefault("id", called) and model not in known:  # it alone, and after /reset again
             known.add(model)
             found = attach(model, draft, remember=False).draft  # clients must not learn of each other
-            served["draft"] = getattr(found, "name_or_path", None) if options.draft == "auto" else options.draft
+            served["draft"] = getattr(found, "name_or_path", None) if options.draft == AUTO else options.draft
             served["chat"] = getattr(processor, "chat_template", None) is not None
         return model, processor
 

@@ -55,7 +55,7 @@ class _Pass:
 
 class _CompiledPass(_Pass):
     def fold(self, mask: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-        return fold_mask(mask, query.shape[1] // key.shape[1], query.dtype)
+        return fold_mask(mask, folded_group(query, key), query.dtype)
 
 
 _running: ContextVar[_Pass | None] = ContextVar("hf_dspark_pass", default=None)
