@@ -16,7 +16,6 @@ from unittest import mock
 import bench
 import torch
 from tqdm import tqdm
-from trees import per_token_of_all
 
 from hf_dspark import FullBlock
 from hf_dspark.decoding import loop as decoding_loop
@@ -123,14 +122,14 @@ def record(num_prompts: int = 50, max_new_tokens: int = 128) -> dict[str, Any]:
                     call = bench.decode(target, [ids], seed, draft, max_new_tokens=max_new_tokens, **sampling)
                 calls[name].append(call)
         tails = [each for each in rounds if each.is_tail]
-        same = sum(a.token_ids == b.token_ids for a, b in zip(calls["new"], calls["tails"], strict=True))
+        same = bench.identical(calls["new"], calls["tails"])
         rows.append(
             {
                 "regime": regime,
                 "tau": {name: bench.joined(each).tau for name, each in calls.items()},
                 "tau_of_tails": 1 + statistics.fmean(int(each.num_accepted) for each in tails),
                 "share_of_tails": len(tails) / len(rounds),
-                "tails_over_new": per_token_of_all(calls["new"]) / per_token_of_all(calls["tails"]),
+                "tails_over_new": bench.per_token_of_all(calls["new"]) / bench.per_token_of_all(calls["tails"]),
                 "identical": same if sampling == bench.GREEDY else None,
                 "outcomes": {name: summary(each, gamma) for name, each in found.items()},
             }

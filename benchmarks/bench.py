@@ -17,12 +17,13 @@ import types
 import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 from torch import nn
+from tqdm import tqdm
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -33,8 +34,9 @@ from transformers import (
     Qwen3Config,
 )
 
-from hf_dspark import DecodingOptions, DSparkConfig, DSparkDraftModel, Policy, Rounds, evaluate, fast_linears
+from hf_dspark import DecodingOptions, DSparkConfig, DSparkDraftModel, Policy, Rounds, attach, evaluate, fast_linears
 from hf_dspark.decoding import loop as decoding_loop
+from hf_dspark.models.modeling_draft import DraftModel
 from hf_dspark.provenance import provenance
 from hf_dspark.sampling.drafts import DraftTree, DraftTrees, Verified
 
@@ -60,7 +62,7 @@ REHEARSAL = {"num_hidden_layers": 6, "vocab_size": 2048, "intermediate_size": 25
 UNTIED = {"qwen3-8b"}  # its LM head is a matrix of its own
 Dtype = typing.Literal["float32", "bfloat16"]
 Result = Mapping[str, Any]
-T = TypeVar("T")
+T, K = TypeVar("T"), TypeVar("K")
 
 
 # ---- command line and result files
@@ -157,6 +159,7 @@ class Call:
     token_ids: list[list[int]]
     seconds: float
     rounds: Rounds | None
+    passes: int = 0  # of the target, if they were counted
 
     @property
     def num_tokens(self) -> int:
@@ -173,6 +176,7 @@ def decode(
     seed: int = 0,
     assistant: Any = None,
     without_prefill: bool = False,
+    count_passes: bool = False,
     **options: Any,
 ) -> Call:
     """Decode some prompts, padded on the left. `without_prefill` takes off the time of a call for a single token, and
@@ -187,10 +191,14 @@ def decode(
     prefill = 0.0
     if without_prefill:
         prefill, _ = timed(lambda: target.generate(ids, **inputs | {"max_new_tokens": 1}), device)
+    passes: list[int] = []
+    hook = target.register_forward_hook(lambda *_: passes.append(1)) if count_passes else None
     torch.manual_seed(seed)
     seconds, output = timed(lambda: target.generate(ids, **inputs), device)
+    if hook is not None:
+        hook.remove()
     new = [ended(row, ends) for row in output[:, width + without_prefill :].tolist()]
-    return Call(new, seconds - prefill, getattr(assistant, "last_stats", None))
+    return Call(new, seconds - prefill, getattr(assistant, "last_stats", None), len(passes))
 
 
 def ended(token_ids: list[int], ends: set[int | None]) -> list[int]:
@@ -203,6 +211,10 @@ def median_per_token(calls: Iterable[Call]) -> float:
     return statistics.median(call.seconds_per_token for call in calls)
 
 
+def per_token_of_all(calls: Sequence[Call]) -> float:
+    return sum(call.seconds for call in calls) / sum(call.num_tokens for call in calls)
+
+
 def joined(calls: Iterable[Call]) -> Rounds:
     return Rounds.joined(call.rounds for call in calls)
 
@@ -212,37 +224,86 @@ def joined(calls: Iterable[Call]) -> Rounds:
 
 @dataclass(frozen=True)
 class Way:
-    """A way to decode: with the draft or plainly; with packed weights, compiled, or as users run it."""
+    """A way to decode: plainly or with an assistant, which the call is given or which is attached; options of the
+    draft and of `generate()`; and whether weights are packed."""
 
-    name: str
-    drafted: bool
-    packed: bool
-    compiled: bool = False
+    assistant: Any = None
+    policy: Policy | None = None  # the default one for `None`
+    decoding: Mapping[str, Any] = field(default_factory=dict)  # other options of a draft
+    options: Mapping[str, Any] = field(default_factory=dict)
+    packed: bool = False
+    attached: bool = False
+
+    @contextmanager
+    def entered(self, target: PreTrainedModel) -> Iterator[None]:
+        """While entered, calls decode in this way, if they are given [`Way.given`]."""
+        draft = self.assistant if isinstance(self.assistant, DraftModel) else None
+        how = nullcontext() if draft is None else decoding(draft, self.policy, **self.decoding)
+        assisting = attach(target, draft) if self.attached else nullcontext()
+        with kernels(target, self.assistant, self.packed), how, assisting:
+            yield
 
     @property
-    def arguments(self) -> dict[str, Any]:
-        """What `generate()` is given."""
-        if self.drafted or not self.compiled:
-            return {}
-        config = CompileConfig(mode="default" if not torch.cuda.is_available() else "reduce-overhead")
-        config._compile_all_devices = True  # transformers does so by itself on GPUs alone
-        return {"cache_implementation": "static", "compile_config": config}
+    def given(self) -> dict[str, Any]:
+        """What [`decode`] is given."""
+        return {"assistant": None if self.attached else self.assistant, **self.options}
 
 
-WAYS = (
-    Way("plain", False, False),
-    Way("plain_packed", False, True),
-    Way("own", True, False),
-    Way("own_packed", True, True),
-    Way("plain_compiled", False, False, True),  # by transformers: a static cache, and its own `torch.compile`
-    Way("own_compiled", True, False, True),
-)
+def ways_of(
+    draft: Any, policies: Mapping[str, Policy | None], device: torch.device | str = "cpu", compiled: bool = False
+) -> dict[tuple[str, str | None], Way]:
+    """Return plain decoding, and the draft under each policy: as users run them; on a CPU with packed weights, which
+    are both baselines' kernels; and compiled, plain decoding by transformers with a static cache."""
+    kinds = ["", *(["_packed"] if torch.device(device).type == "cpu" else []), *(["_compiled"] if compiled else [])]
+    found: dict[tuple[str, str | None], Way] = {}
+    for kind in kinds:
+        packed, compiles = kind == "_packed", kind == "_compiled"
+        found[f"plain{kind}", None] = Way(options=compiled_plain() if compiles else {}, packed=packed)
+        for name, policy in policies.items():
+            found[f"own{kind}", name] = Way(draft, policy, {"compile": compiles}, packed=packed)
+    return found
 
 
-def ways_of(device: torch.device | str = "cpu", compiled: bool = False) -> list[Way]:
-    """Return the ways to decode in turns: packed weights, both baselines' kernels, are for CPUs."""
-    packed = torch.device(device).type == "cpu"
-    return [way for way in WAYS if way.packed <= packed and way.compiled <= compiled]
+def compiled_plain() -> dict[str, Any]:
+    config = CompileConfig(mode="default" if not torch.cuda.is_available() else "reduce-overhead")
+    config._compile_all_devices = True  # transformers does so by itself on GPUs alone
+    return {"cache_implementation": "static", "compile_config": config}
+
+
+def decode_in_turns(
+    target: PreTrainedModel,
+    ways: Mapping[K, Way],
+    batches: Iterable[Sequence[Sequence[int]]],
+    warm_up: int = 0,
+    label: str = "",
+    **options: Any,
+) -> dict[K, list[Call]]:
+    """Decode batches of prompts in every way, one after the other, beginning with another one each time; the place of
+    a batch is its seed. Return the calls of each way, without the first `warm_up` of them."""
+    calls: dict[K, list[Call]] = {key: [] for key in ways}
+    for index, prompts in enumerate(tqdm(list(batches), desc=label)):
+        for key in rotated(list(ways), index):
+            with ways[key].entered(target):
+                call = decode(target, prompts, **{"seed": index} | options | ways[key].given)
+            calls[key] += [call] if index >= warm_up else []
+    return calls
+
+
+def by_way(calls: Mapping[tuple[str, str | None], list[Call]], policy: str | None) -> dict[str, list[Call]]:
+    """Return the calls of one policy, and the plain ones, by the way's name."""
+    return {way: found for (way, name), found in calls.items() if name in (None, policy)}
+
+
+def identical(calls: Iterable[Call], others: Iterable[Call]) -> int:
+    """Return how many rows have the same tokens."""
+    pairs = zip(calls, others, strict=True)
+    return sum(a == b for one, other in pairs for a, b in zip(one.token_ids, other.token_ids, strict=True))
+
+
+def round_parts(rounds: Rounds) -> dict[str, float]:
+    """Return what the parts of a round take, in milliseconds."""
+    seconds = {"draft": rounds.draft_seconds, "verify": rounds.verify_seconds, "rest": rounds.rest_seconds}
+    return {part: 1e3 * value / rounds.rounds for part, value in seconds.items()}
 
 
 def speedups(seconds: Mapping[str, float]) -> dict[str, float]:

@@ -17,37 +17,20 @@ read more than they were made for. A full run takes hours; `--resume FILE` goes 
 import itertools
 import json
 import math
-import statistics
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import nullcontext
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from bench import decode, decoding, kernels, main, rotated
+from bench import Call, Way, decode_in_turns, identical, main, median_per_token
 from domains import RIVALS, Models, Workshop, shipped_models
 from tqdm import tqdm
-from transformers import PreTrainedModel
 
-from hf_dspark import ConfidenceThreshold, FullBlock, Policy, Scheduler, ThroughputTable, profile_throughput
-from hf_dspark.models.auto import is_draft
+from hf_dspark import ConfidenceThreshold, FullBlock, Scheduler, ThroughputTable, profile_throughput
 
 PLAIN, LOOKUP = "plain", {"prompt_lookup_num_tokens": 10}  # as transformers' documentation has it
+NATIVE = ("prompt lookup", "assistant", "transformers' DFlash")  # they take one sequence
 LEAST_CALLS = 5  # of a cell, however large the batch
-WARM_UP_TOKENS = 16
-
-
-@dataclass(frozen=True)
-class Method:
-    """A way to decode: who drafts, how much of a block is verified, options of `generate()`, and whether weights are
-    packed. Parts of transformers, but for plain decoding, take one sequence."""
-
-    name: str
-    assistant: PreTrainedModel | None = None
-    policy: Policy | None = None
-    options: Mapping[str, Any] = field(default_factory=dict)
-    is_native: bool = False
-    packed: bool = False
 
 
 @dataclass(frozen=True)
@@ -67,22 +50,22 @@ class Cell:
         return {"do_sample": True, "temperature": self.temperature, "top_k": 0, **lengths}
 
 
-def methods_for(models: Models, cost: ThroughputTable, threshold: float, packed: bool = False) -> list[Method]:
+def methods_for(models: Models, cost: ThroughputTable, threshold: float, packed: bool = False) -> dict[str, Way]:
     """Return everything that can be compared with these models, plain decoding first."""
-    drafted = [
-        Method("assistant", models.assistant, is_native=True),
-        Method("transformers' DFlash", models.fill_in, options={"speculation_type": "dflash"}, is_native=True),
-        Method("Eagle3", models.eagle3, FullBlock()),
-        Method("DFlash", models.dflash, FullBlock()),
-        Method("DSpark", models.dspark, FullBlock()),
-        Method("DSpark, threshold", models.dspark, ConfidenceThreshold(threshold)),
-        Method("DSpark, scheduled", models.dspark, Scheduler(cost, trees=False)),
-        Method("DSpark, default", models.dspark),  # trees and prompt lookup where they pay
-    ]
-    known = [method for method in drafted if method.assistant is not None]
-    all_methods = [Method(PLAIN), Method("prompt lookup", options=LOOKUP, is_native=True), *known]
-    found = [replace(method, packed=packed) for method in all_methods]
-    return [*found, Method("plain, as it is")] if packed else found
+    drafted = {
+        "assistant": Way(models.assistant),
+        "transformers' DFlash": Way(models.fill_in, options={"speculation_type": "dflash"}),
+        "Eagle3": Way(models.eagle3, FullBlock()),
+        "DFlash": Way(models.dflash, FullBlock()),
+        "DSpark": Way(models.dspark, FullBlock()),
+        "DSpark, threshold": Way(models.dspark, ConfidenceThreshold(threshold)),
+        "DSpark, scheduled": Way(models.dspark, Scheduler(cost, trees=False)),
+        "DSpark, default": Way(models.dspark),  # trees and prompt lookup where they pay
+    }
+    known = {name: way for name, way in drafted.items() if way.assistant is not None}
+    found = {PLAIN: Way(), "prompt lookup": Way(options=LOOKUP), **known}
+    found = {name: replace(way, packed=packed) for name, way in found.items()}
+    return found | ({"plain, as it is": Way()} if packed else {})
 
 
 def prompt_ids(rows: Sequence[Mapping[str, Any]], index: int, tokenizer: Any, context: int) -> list[int]:
@@ -98,46 +81,18 @@ def prompt_ids(rows: Sequence[Mapping[str, Any]], index: int, tokenizer: Any, co
     return before[len(before) - max(0, context - len(ids)) :] + ids
 
 
-def compared_call(
-    target: PreTrainedModel, methods: Sequence[Method], prompts: list[list[int]], call: int, **options: Any
-) -> dict[str, dict[str, Any]]:
-    """Decode some prompts by every method, one after the other; return what each took and gave."""
-    found, passes = {}, dict.fromkeys((method.name for method in methods), 0)
-
-    def count(*_: Any) -> None:
-        passes[method.name] += 1
-
-    hook = target.register_forward_hook(count)
-    for method in rotated(methods, call):
-        drafts = is_draft(method.assistant)
-        context = decoding(method.assistant, method.policy) if drafts else nullcontext()
-        with context, kernels(target, method.assistant, method.packed):
-            found[method.name] = decode(target, prompts, call, method.assistant, **options, **method.options)
-    hook.remove()
-    plain = found[PLAIN].token_ids
-    return {
-        name: {
-            "seconds": found[name].seconds,
-            "tokens": found[name].num_tokens,
-            "passes": passes[name],
-            "identical": sum(a == b for a, b in zip(found[name].token_ids, plain, strict=True)),
-        }
-        for name in passes
-    }
-
-
-def method_summary(calls: Sequence[Mapping[str, Any]], method: str, batch_size: int, greedy: bool) -> dict[str, Any]:
+def method_summary(calls: Mapping[str, Sequence[Call]], method: str, greedy: bool) -> dict[str, Any]:
     """Return what one method did in one cell, or that it takes one sequence."""
-    if method not in calls[0]:
+    if method not in calls:
         return {"refused": "transformers' assisted generation takes one sequence"}
-    own, plain = ([call[name]["seconds"] / call[name]["tokens"] for call in calls] for name in (method, PLAIN))
-    runs = [call[method] for call in calls]
+    own, plain = calls[method], calls[PLAIN]
+    rows, seconds = len(own[0].token_ids), median_per_token(own)
     return {
-        "seconds_per_token": statistics.median(own),
-        "speedup": statistics.median(plain) / statistics.median(own),
-        "tokens_per_pass": sum(run["tokens"] for run in runs) / sum(run["passes"] for run in runs) / batch_size,
-        "identical_rows": sum(run["identical"] for run in runs) if greedy else None,
-        "rows": batch_size * len(runs),
+        "seconds_per_token": seconds,
+        "speedup": median_per_token(plain) / seconds,
+        "tokens_per_pass": sum(call.num_tokens for call in own) / sum(call.passes for call in own) / rows,
+        "identical_rows": identical(own, plain) if greedy else None,
+        "rows": rows * len(own),
     }
 
 
@@ -158,24 +113,21 @@ def compared(
     methods, found = methods_for(models, cost, threshold, packed), list(done)
     known = {tuple(cell[name] for name in asdict(cells[0])) for cell in done}
     for cell in tqdm([cell for cell in cells if tuple(asdict(cell).values()) not in known], desc="cells"):
-        taking_part = [method for method in methods if cell.batch_size == 1 or not method.is_native]
+        taking_part = {name: way for name, way in methods.items() if cell.batch_size == 1 or name not in NATIVE}
         rows = [row for row in models.tasks[cell.task] if len(models.tokenizer(row["prompt"])["input_ids"]) <= room]
         if not rows:
             raise ValueError(f"no prompt of {cell.task} has {room} tokens or less: lower max_new_tokens")
-        calls = []
-        num_calls = max(math.ceil(num_prompts / cell.batch_size), min(num_prompts, LEAST_CALLS))
-        for call in tqdm(range(-1, num_calls), desc=cell.task, leave=False):
+        num_calls, batches = max(math.ceil(num_prompts / cell.batch_size), min(num_prompts, LEAST_CALLS)), []
+        for call in range(-1, num_calls):  # the first one warms up
             places = [place % len(rows) for place in range(call * cell.batch_size, (call + 1) * cell.batch_size)]
-            prompts = [prompt_ids(rows, place, models.tokenizer, min(cell.context, room)) for place in places]
-            options = cell.options(WARM_UP_TOKENS if call < 0 else max_new_tokens)
-            runs = compared_call(models.target, taking_part, prompts, max(call, 0), **options)
-            calls += [runs] if call >= 0 else []
-        greedy = not cell.temperature
-        summaries = {each.name: method_summary(calls, each.name, cell.batch_size, greedy) for each in methods}
-        found.append(asdict(cell) | {"num_calls": len(calls), "methods": summaries})
+            batches.append([prompt_ids(rows, place, models.tokenizer, min(cell.context, room)) for place in places])
+        options = {"label": cell.task, "count_passes": True, **cell.options(max_new_tokens)}
+        calls = decode_in_turns(models.target, taking_part, batches, warm_up=1, **options)
+        summaries = {name: method_summary(calls, name, not cell.temperature) for name in methods}
+        found.append(asdict(cell) | {"num_calls": num_calls, "methods": summaries})
         yield {
             "models": dict(models.facts or {}),
-            "methods": [method.name for method in methods],
+            "methods": list(methods),
             "packed": packed,
             "max_new_tokens": max_new_tokens,
             "cells": found,

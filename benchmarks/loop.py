@@ -85,19 +85,18 @@ def replayed_cell(
     target, draft, rows: int, regime: str, repetitions: int, context: int, new_tokens: int, compiled: bool
 ) -> Cell:
     """Time one number of rows in one regime."""
-    ways, accepted = bench.ways_of(target.device, compiled), bench.recorded_acceptance()
+    ways = bench.ways_of(draft, {"full block": FullBlock()}, target.device, compiled)
+    accepted = bench.recorded_acceptance()
     prompts = (torch.arange(rows * context).view(rows, -1) % 1000 + 5).tolist()
-    runs: dict[str, list[bench.Call]] = {way.name: [] for way in ways}
+    runs: dict[str, list[bench.Call]] = {name: [] for name, _ in ways}
     for index in tqdm(range(-1, repetitions), desc=f"{rows} rows, {regime}"):
-        for way in ways:
-            limits = {"max_new_tokens": 1 + (new_tokens if way.drafted else PLAIN_TOKENS), **SAMPLINGS[regime]}
-            limits |= way.arguments
-            rounds = bench.representative(accepted, new_tokens, rows, max(index, 0))
-            options = bench.decoding(draft, FullBlock(), compile=way.compiled)
-            with options, bench.replaying(rounds), bench.kernels(target, draft, way.packed):
-                call = bench.decode(target, prompts, max(index, 0), draft if way.drafted else None, True, **limits)
+        rounds = bench.representative(accepted, new_tokens, rows, max(index, 0))
+        for (name, _), way in ways.items():
+            limits = {"max_new_tokens": 1 + (new_tokens if way.assistant else PLAIN_TOKENS), **SAMPLINGS[regime]}
+            with way.entered(target), bench.replaying(rounds):
+                call = bench.decode(target, prompts, max(index, 0), without_prefill=True, **limits, **way.given)
             if index >= 0:  # the first round warms up
-                runs[way.name].append(call)
+                runs[name].append(call)
     return cell_of(runs)
 
 
@@ -108,33 +107,23 @@ def batch(rows: tuple[int, ...] = (8, 32, 64), repetitions: int = 5, compiled: b
     if compiled:  # a longer prompt than before makes transformers compile again
         ids.sort(key=len, reverse=True)
     for size, (regime, sampling) in itertools.product(rows, SAMPLINGS.items()):
-        runs: dict[tuple[str, str], list[bench.Call]] = {}
-        for index in tqdm(range(repetitions), desc=f"{size} {regime}"):
-            prompts = [ids[(index * size + row) % len(ids)] for row in range(size)]
-            for way in bench.ways_of(compiled=compiled):
-                for name in policies if way.drafted else ["plain"]:
-                    options = bench.decoding(draft, policies.get(name), compile=way.compiled)
-                    with bench.kernels(target, draft, way.packed), options:
-                        assistant, more = draft if way.drafted else None, sampling | way.arguments
-                        call = bench.decode(target, prompts, index, assistant, max_new_tokens=128, **more)
-                    runs.setdefault((way.name, name), []).append(call)
+        batches = [[ids[(index * size + row) % len(ids)] for row in range(size)] for index in range(repetitions)]
+        ways, options = bench.ways_of(draft, policies, compiled=compiled), {"max_new_tokens": 128, **sampling}
+        runs = bench.decode_in_turns(target, ways, batches, label=f"{size} {regime}", **options)
         cells.append({"rows": size, "regime": regime} | batch_cell(runs, policies, regime == "greedy"))
         yield {"cells": cells}
 
 
-def batch_cell(runs: dict[tuple[str, str], list[bench.Call]], policies: dict[str, Any], greedy: bool) -> Cell:
+def batch_cell(runs: dict[tuple[str, str | None], list[bench.Call]], policies: dict[str, Any], greedy: bool) -> Cell:
     """Return what one batch came to, by policy."""
-    plain, cell = runs["plain", "plain"][-1].token_ids, {}
+    cell: Cell = {}
     for policy in policies:
-        seconds = {
-            way: bench.median_per_token(calls) for (way, name), calls in runs.items() if name in ("plain", policy)
-        }
-        for name, ratio in bench.speedups(seconds).items():
-            cell.setdefault(name, {})[policy] = ratio
-        last = runs["own", policy][-1]
-        same = sum(own == other for own, other in zip(last.token_ids, plain, strict=True))
-        cell.setdefault("identical_rows", {})[policy] = same if greedy else None
-        cell.setdefault("tau", {})[policy] = last.rounds.tau
+        calls = bench.by_way(runs, policy)
+        facts = bench.speedups({way: bench.median_per_token(found) for way, found in calls.items()})
+        same = bench.identical(calls["own"][-1:], calls["plain"][-1:])
+        facts |= {"identical_rows": same if greedy else None, "tau": calls["own"][-1].rounds.tau}
+        for name, value in facts.items():
+            cell.setdefault(name, {})[policy] = value
     return cell
 
 

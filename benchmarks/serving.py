@@ -1,9 +1,8 @@
-"""Serving by the shipped pair: the server and `generate_batch()` against transformers' own, JSON of a schema.
+"""Serving by the shipped pair: the server against transformers' own, JSON of a schema.
 
 python benchmarks/serving.py server --output benchmarks/results/serving.json
 """
 
-import copy
 import json
 import os
 import shutil
@@ -22,7 +21,7 @@ from unittest.mock import patch
 
 import bench
 
-from hf_dspark import FullBlock, Scheduler, attach, detach
+from hf_dspark import FullBlock, Scheduler
 from hf_dspark.decoding.request import Request
 from hf_dspark.decoding.reversible import JsonGrammars
 
@@ -87,21 +86,6 @@ def server(clients: tuple[int, ...] = (1, 4), turns: int = 8, max_new_tokens: in
             yield {"cells": cells, "load": os.getloadavg()[0]}
 
 
-def batch(size: int = 16, turns: int = 3, max_new_tokens: int = 96) -> bench.Result:
-    """`generate_batch()` with the draft attached against that of transformers."""
-    target, draft, tokenizer = bench.load_pair()
-    prompts, config = bench.held_out_ids(tokenizer, size), copy.deepcopy(target.generation_config)
-    config.update(do_sample=False, max_new_tokens=max_new_tokens)
-
-    def decode(draft: Any) -> list[list[int]]:
-        detach(target) if draft is None else attach(target, draft)
-        return [found.generated_tokens for found in target.generate_batch(prompts, config).values()]
-
-    ways = {"transformers": lambda: decode(None), "own": lambda: decode(draft)}
-    seconds, outputs = bench.in_turns(ways, turns), zip(*(way() for way in ways.values()), strict=True)
-    return {"size": size, "seconds": seconds, "identical": sum(a == b for a, b in outputs), "load": os.getloadavg()}
-
-
 def structured(num_prompts: int = 10, max_new_tokens: int = 96) -> bench.Result:
     """JSON of a schema, with the tokens that it forces as drafts and without, against plain decoding."""
     target, draft, tokenizer = bench.load_pair()
@@ -122,4 +106,4 @@ def structured(num_prompts: int = 10, max_new_tokens: int = 96) -> bench.Result:
 
 
 if __name__ == "__main__":
-    bench.main(__doc__, server, batch, structured)
+    bench.main(__doc__, server, structured)

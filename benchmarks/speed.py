@@ -13,15 +13,13 @@ import json
 import math
 import os
 from collections.abc import Iterator
-from contextlib import nullcontext
 from operator import truediv
 from pathlib import Path
 from typing import Any
 
 import bench
-from tqdm import tqdm
 
-from hf_dspark import DSparkConfig, DSparkDraftModel, FullBlock, Policy, Scheduler, ThroughputTable, attach
+from hf_dspark import DSparkConfig, DSparkDraftModel, FullBlock, Policy, Scheduler, ThroughputTable
 from hf_dspark.data.prompts import Prompt, as_chat, token_ids
 from hf_dspark.measuring.calibrate import CALIBRATED
 from hf_dspark.scheduling import step_costs
@@ -39,17 +37,11 @@ def measure(
 ) -> list[dict[str, Any]]:
     """Decode each prompt plainly and under each policy, with both kinds of kernels, in turns."""
     sampling = {"do_sample": True, "temperature": temperature, "top_k": 0} if temperature else bench.GREEDY
-    runs: dict[tuple[str, str | None], list[bench.Call]] = {}
-    for index, ids in enumerate(tqdm(prompts, desc=f"temperature {temperature:g}")):
-        for way in bench.ways_of():
-            for name in policies if way.drafted else [None]:
-                assistant = draft if way.drafted else None
-                with bench.kernels(target, draft, way.packed), bench.decoding(draft, policies.get(name)):
-                    call = bench.decode(target, [ids], index, assistant, max_new_tokens=length, **sampling)
-                runs.setdefault((way.name, name), []).append(call)
+    ways, batches = bench.ways_of(draft, policies), [[ids] for ids in prompts]
+    label, options = f"temperature {temperature:g}", {"max_new_tokens": length, **sampling}
+    runs = bench.decode_in_turns(target, ways, batches, label=label, **options)
     return [
-        {"temperature": temperature, "policy": policy}
-        | summary({way: calls for (way, name), calls in runs.items() if name in (None, policy)}, draft, temperature)
+        {"temperature": temperature, "policy": policy} | summary(bench.by_way(runs, policy), draft, temperature)
         for policy in policies
     ]
 
@@ -58,8 +50,6 @@ def summary(runs: dict[str, list[bench.Call]], draft, temperature: float) -> dic
     """Return what one policy came to: the rounds of `own_packed` if it was measured, else of `own`."""
     ours = runs.get("own_packed", runs["own"])
     rounds, seconds = bench.joined(ours), {way: bench.median_per_token(calls) for way, calls in runs.items()}
-    parts = {"draft": rounds.draft_seconds, "verify": rounds.verify_seconds, "rest": rounds.rest_seconds}
-    identical = sum(a.token_ids == b.token_ids for a, b in zip(runs["plain"], ours, strict=True))
     shares = rounds.conditional_acceptance(draft.config.block_size)
     return {
         "tau": rounds.tau,
@@ -68,8 +58,8 @@ def summary(runs: dict[str, list[bench.Call]], draft, temperature: float) -> dic
         "tokens_per_second": 1 / seconds.get("own_packed", seconds["own"]),
         **bench.speedups(seconds),
         "ms_per_token": {way: 1e3 * value for way, value in seconds.items()},
-        "identical_outputs": None if temperature else identical,
-        **{f"{name}_ms_per_round": 1e3 * value / rounds.rounds for name, value in parts.items()},
+        "identical_outputs": None if temperature else bench.identical(runs["plain"], ours),
+        **{f"{name}_ms_per_round": value for name, value in bench.round_parts(rounds).items()},
     }
 
 
@@ -94,16 +84,13 @@ def learning(warm_up: int = 12, num_calls: int = 100, max_new_tokens: int = 96) 
     target, draft, tokenizer = bench.load_pair()
     measured, bare = Scheduler(ThroughputTable.load(TABLE)), unmeasured(draft)
     random = DSparkDraftModel(DSparkConfig.from_target(target, num_hidden_layers=2, mask_token_id=1)).eval()
-    ways = {"plain": (None, nullcontext), "measured": (draft, lambda: bench.decoding(draft, measured)),
-            "learnt": (bare, nullcontext), "random": (None, lambda: attach(target, random))}  # fmt: skip
+    ways = {"plain": bench.Way(), "measured": bench.Way(draft, measured), "learnt": bench.Way(bare),
+            "random": bench.Way(random, attached=True)}  # fmt: skip
     prompts, cells = bench.held_out_ids(tokenizer), []
     for regime, sampling in bench.REGIMES.items():
-        calls, options = {name: [] for name in ways}, {"max_new_tokens": max_new_tokens, **sampling}
-        for index in tqdm(range(warm_up + num_calls), desc=regime):
-            for name, (assistant, how) in ways.items():
-                with how():
-                    prompt = prompts[index % len(prompts)]
-                    calls[name].append(bench.decode(target, [prompt], index, assistant, **options))
+        options = {"label": regime, "max_new_tokens": max_new_tokens, **sampling}
+        batches = [[prompts[index % len(prompts)]] for index in range(warm_up + num_calls)]
+        calls = bench.decode_in_turns(target, ways, batches, **options)
         found = {name: of_calls(each[warm_up:]) for name, each in calls.items()}
         cell = {"regime": regime, "warm_up_rounds": bench.joined(calls["learnt"][:warm_up]).rounds}
         for name, over in (("learnt", "measured"), ("learnt", "plain"), ("random", "plain")):
@@ -128,20 +115,17 @@ def tasks(
         return [token_ids(as_chat(Prompt(text[:MOST_CHARACTERS]), tokenizer), tokenizer) for text in texts]
 
     bare, cells = unmeasured(draft), []
-    lookup = {"prompt_lookup_num_tokens": 10}
+    ways = {"plain": bench.Way(), "attached": bench.Way(bare, attached=True)}
+    lookup = {"lookup": bench.Way(options={"prompt_lookup_num_tokens": 10})}
     for (regime, sampling), size in itertools.product(bench.REGIMES.items(), rows):
         options = {"max_new_tokens": max_new_tokens, **sampling}
         for index, ids in enumerate(ids_of(bench.held_out_prompts(12))):  # some 200 rounds, of another task
             bench.decode(target, [ids] * size, index, bare, **options)
-        for task in tqdm(TASKS, desc=f"{regime}, {size} rows"):
+        for task in TASKS:
             lines = (Path(data_dir) / f"{task}.jsonl").read_text().splitlines()[:num_prompts]
             ids = ids_of([json.loads(line)["turns"][0] for line in lines])
-            calls: dict[str, list[bench.Call]] = {"plain": [], "attached": []} | ({"lookup": []} if size == 1 else {})
-            for index in range(0, len(ids), size):
-                for name in bench.rotated(list(calls), index // size):
-                    with attach(target, bare) if name == "attached" else nullcontext():
-                        more = lookup if name == "lookup" else {}
-                        calls[name].append(bench.decode(target, ids[index : index + size], index, **options, **more))
+            batches = [ids[index : index + size] for index in range(0, len(ids), size)]
+            calls = bench.decode_in_turns(target, ways | (lookup if size == 1 else {}), batches, label=task, **options)
             found = {name: of_calls(each) for name, each in calls.items()}
             cell = {"task": Path(task).name, "rows": size, "regime": regime}
             for over in found.keys() - {"attached"}:
@@ -160,8 +144,7 @@ def unmeasured(draft: DSparkDraftModel) -> DSparkDraftModel:
 
 def of_calls(calls: list[bench.Call]) -> tuple[float, float]:
     """Return the seconds per token: the median of the calls, and that of all together."""
-    in_all = sum(call.seconds for call in calls) / sum(call.num_tokens for call in calls)
-    return bench.median_per_token(calls), in_all
+    return bench.median_per_token(calls), bench.per_token_of_all(calls)
 
 
 if __name__ == "__main__":

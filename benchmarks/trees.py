@@ -3,19 +3,18 @@
 python benchmarks/trees.py speed --output benchmarks/results/trees_speed.json
 python benchmarks/trees.py lookup --pair out/smollm2 --files examples/smollm2/copies.jsonl mt-bench.jsonl
 
-`tau` compares trees of fixed sizes with the chain. `speed` decodes each prompt plainly, with the best chains and with
-scheduled trees, in turns. `lookup` compares branches by prompt lookup with none, on prompts that ask for a repetition
-and on others; each file is a kind of prompts.
+`speed` decodes each prompt plainly, with chains, and with trees that are scheduled or of fixed sizes, in turns.
+`lookup` compares branches by prompt lookup with none, on prompts that ask for a repetition and on others; each file is
+a kind of prompts. `answers` decodes the same prompts again and again.
 """
 
-import itertools
+import functools
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import bench
-from tqdm import tqdm
 
 from hf_dspark import FullBlock, Policy, PromptLookup, Scheduler
 from hf_dspark.data.prompts import as_chat, read_prompt_file, token_ids
@@ -37,19 +36,6 @@ def committed(calls: Sequence[bench.Call]) -> Row:
     return {"tau": rounds.tau, "nodes": sum(rounds.proposed) / rounds.rounds, "rounds": rounds.rounds}
 
 
-def tau(num_seeds: int = 4, max_new_tokens: int = 128) -> Iterator[dict[str, Any]]:
-    """Tokens per round of chains and of trees."""
-    target, draft, tokenizer = bench.load_pair()
-    prompts, rows = bench.held_out_ids(tokenizer), []
-    for regime, (name, policy) in itertools.product(bench.REGIMES, ({"chain": FullBlock()} | fixed_trees()).items()):
-        options = {"max_new_tokens": max_new_tokens, **bench.REGIMES[regime]}
-        asked = enumerate(prompts * (num_seeds if regime == "sampled" else 1))
-        with bench.decoding(draft, policy):
-            calls = [bench.decode(target, [ids], seed, draft, **options) for seed, ids in tqdm(asked, desc=name)]
-        rows.append({"regime": regime, "tree": name.removeprefix("trees of ")} | committed(calls))
-        yield {"rows": rows}
-
-
 def speed(num_prompts: int = 50, max_new_tokens: int = 128) -> dict[str, Any]:
     """Chains and trees, scheduled or fixed, over plain decoding with the same kernels."""
     target, draft, tokenizer = bench.load_pair()
@@ -62,37 +48,31 @@ def speed(num_prompts: int = 50, max_new_tokens: int = 128) -> dict[str, Any]:
         "scheduled trees": Scheduler(cost, trees=True),
         "trees, never skipped": Scheduler(cost, trees=True, skip=False),
     } | fixed_trees()
+    ways = {"plain": bench.Way(packed=True)}
+    ways |= {name: bench.Way(draft, policy, packed=True) for name, policy in policies.items()}
     for regime, sampling in bench.REGIMES.items():
-        runs: dict[str, list[bench.Call]] = {name: [] for name in ("plain", *policies)}
-        options = {"max_new_tokens": max_new_tokens, **sampling}
-        for index, ids in enumerate(tqdm(bench.held_out_ids(tokenizer, num_prompts), desc=regime)):
-            with bench.kernels(target, draft, packed=True):
-                for name in runs:
-                    with bench.decoding(draft, policies.get(name)):
-                        assistant = draft if name in policies else None
-                        runs[name].append(bench.decode(target, [ids], index, assistant, **options))
-        chains = runs["scheduled chains"]
+        options = {"label": regime, "max_new_tokens": max_new_tokens, **sampling}
+        batches = [[ids] for ids in bench.held_out_ids(tokenizer, num_prompts)]
+        runs = bench.decode_in_turns(target, ways, batches, **options)
+        median, in_all = (
+            {name: per_token(calls) for name, calls in runs.items()}
+            for per_token in (bench.median_per_token, bench.per_token_of_all)
+        )
         for name in policies:
-            rounds = bench.joined(runs[name])
-            parts = {"draft": rounds.draft_seconds, "verify": rounds.verify_seconds, "rest": rounds.rest_seconds}
-            same = sum(a.token_ids == b.token_ids for a, b in zip(runs[name], runs["plain"], strict=True))
+            same = bench.identical(runs[name], runs["plain"])
             rows.append(
                 {
                     "regime": regime,
                     "policy": name,
-                    "speedup_same_kernels": bench.median_per_token(runs["plain"]) / bench.median_per_token(runs[name]),
+                    "speedup_same_kernels": median["plain"] / median[name],
                     # A few answers gain much, most gain little: the median of the answers does not show it.
-                    "over_scheduled_chains_in_all": per_token_of_all(chains) / per_token_of_all(runs[name]),
+                    "over_scheduled_chains_in_all": in_all["scheduled chains"] / in_all[name],
                     "identical": same if sampling == bench.GREEDY else None,
                     **committed(runs[name]),
-                    **{f"{part}_ms": 1e3 * seconds / rounds.rounds for part, seconds in parts.items()},
+                    **{f"{part}_ms": value for part, value in bench.round_parts(bench.joined(runs[name])).items()},
                 }
             )
     return {"rows": rows}
-
-
-def per_token_of_all(calls: Sequence[bench.Call]) -> float:
-    return sum(call.seconds for call in calls) / sum(call.num_tokens for call in calls)
 
 
 def lookup(
@@ -106,29 +86,26 @@ def lookup(
     """Branches by prompt lookup and none, beside transformers' prompt lookup."""
     target, draft, tokenizer = bench.load_pair(dtype, pair)
     trees = Scheduler(num_nodes=nodes)
-    drafted = {
-        "chain": (draft, {"policy": FullBlock()}),
-        "tree": (draft, {"policy": trees, "prompt_lookup": False}),
-        "tree, copies": (draft, {"policy": trees}),
-        "default": (draft, {}),
-        "copies alone": (PromptLookup(target), {}),
+    way = functools.partial(bench.Way, packed=True)
+    ways = {
+        "plain": way(),
+        "prompt lookup": way(options={"prompt_lookup_num_tokens": LOOKED_UP}),
+        "chain": way(draft, FullBlock()),
+        "tree": way(draft, trees, {"prompt_lookup": False}),
+        "tree, copies": way(draft, trees),
+        "default": way(draft),
+        "copies alone": way(PromptLookup(target)),
     }
     rows, options = [], {"max_new_tokens": max_new_tokens, **bench.GREEDY}
     for file in files:
-        runs: dict[str, list[bench.Call]] = {name: [] for name in ("plain", "prompt lookup", *drafted)}
-        for prompt in tqdm(read_prompt_file(file, num_prompts).prompts, desc=file.stem):
-            ids = [token_ids(as_chat(prompt, tokenizer), tokenizer)]
-            with bench.kernels(target, draft, packed=True):
-                runs["plain"].append(bench.decode(target, ids, **options))
-                runs["prompt lookup"].append(bench.decode(target, ids, prompt_lookup_num_tokens=LOOKED_UP, **options))
-                for name, (assistant, how) in drafted.items():
-                    with bench.decoding(assistant, **how):
-                        runs[name].append(bench.decode(target, ids, assistant=assistant, **options))
+        prompts = read_prompt_file(file, num_prompts).prompts
+        batches = [[token_ids(as_chat(prompt, tokenizer), tokenizer)] for prompt in prompts]
+        runs = bench.decode_in_turns(target, ways, batches, label=file.stem, **options)
         for name, own in runs.items():
             pairs = zip(runs["plain"], own, strict=True)
             over = statistics.median(a.seconds_per_token / b.seconds_per_token for a, b in pairs)
             row: Row = {"prompts": file.stem, "way": name, "over_plain": over}
-            rows.append(row | (committed(own) if name in drafted else {}))
+            rows.append(row | ({} if own[0].rounds is None else committed(own)))
     return {"rows": rows}
 
 
@@ -138,23 +115,20 @@ def answers(num_prompts: int = 20, epochs: int = 4, dtype: bench.Dtype = "float3
     prompts, rows = bench.held_out_ids(tokenizer, num_prompts), []
     for regime, options in bench.REGIMES.items():
         known = {name: AnswerMemory() for name in ("lookup", "draft")}
-        assistants = {"lookup": PromptLookup(target), "draft": draft}
+        ways = {"plain": bench.Way()}
+        for name, assistant in (("lookup", PromptLookup(target)), ("draft", draft)):
+            ways[name] = bench.Way(assistant)
+            ways[f"{name}, answers"] = bench.Way(assistant, decoding={"answers": known[name]})
         for epoch in range(epochs):
-            names = ("plain", *known, *(f"{name}, answers" for name in known))
-            runs: dict[str, list[bench.Call]] = {name: [] for name in names}
-            for prompt in tqdm(prompts, desc=f"{regime} {epoch}"):
-                common = {"seed": epoch, "max_new_tokens": 128, **options}
-                runs["plain"].append(bench.decode(target, [prompt], **common))
-                for name, assistant in assistants.items():
-                    for way, answers in ((name, None), (f"{name}, answers", known[name])):
-                        with bench.decoding(assistant, answers=answers):
-                            runs[way].append(bench.decode(target, [prompt], assistant=assistant, **common))
+            common = {"seed": epoch, "max_new_tokens": 128, **options}
+            batches = [[prompt] for prompt in prompts]
+            runs = bench.decode_in_turns(target, ways, batches, label=f"{regime} {epoch}", **common)
             for way, calls in runs.items():
                 row: Row = {"regime": regime, "epoch": 1 + epoch, "way": way}
-                row["over_plain"] = per_token_of_all(runs["plain"]) / per_token_of_all(calls)
+                row["over_plain"] = bench.per_token_of_all(runs["plain"]) / bench.per_token_of_all(calls)
                 rows.append(row | ({} if way == "plain" else committed(calls)))
     return {"rows": rows}
 
 
 if __name__ == "__main__":
-    bench.main(__doc__, tau, speed, lookup, answers)
+    bench.main(__doc__, speed, lookup, answers)

@@ -252,12 +252,12 @@ def calibration() -> Rows:
 # ---- trees
 
 
-@table("trees_tau")
+@table("trees_speed")
 def trees_tau() -> Rows:
-    taus = {(row["tree"], row["regime"]): number(row["tau"]) for row in load("trees_tau")["rows"]}
+    taus = {(row["policy"], row["regime"]): number(row["tau"]) for row in load("trees_speed")["rows"]}
     yield "τ", *map(REGIMES.get, ("greedy", "sampled"))
-    for tree in dict.fromkeys(tree for tree, _ in taus):
-        yield "chain of 7" if tree == "chain" else f"tree of {tree} nodes", taus[tree, "greedy"], taus[tree, "sampled"]
+    for policy in ("whole blocks", "trees of 7", "trees of 15", "trees of 31"):
+        yield policy.replace("whole blocks", "chains of 7"), taus[policy, "greedy"], taus[policy, "sampled"]
 
 
 @table("trees_speed")

@@ -74,10 +74,9 @@ def test_comparison_has_every_method_in_every_cell_and_greedy_tokens_are_those_o
 
 
 def test_speedup_is_the_ratio_of_the_medians():
-    run = {"identical": 1, "passes": 10, "tokens": 10}
-    pairs = ((2.0, 1.0), (4.0, 1.0), (9.0, 4.0))
-    calls = [{"plain": run | {"seconds": plain}, "DSpark": run | {"seconds": own}} for plain, own in pairs]
-    found = compare.method_summary(calls, "DSpark", 1, True)
+    seconds = {"plain": (2.0, 4.0, 9.0), "DSpark": (1.0, 1.0, 4.0)}
+    calls = {name: [bench.Call([[0] * 10], each, None, 10) for each in own] for name, own in seconds.items()}
+    found = compare.method_summary(calls, "DSpark", True)
     assert (found["speedup"], found["tokens_per_pass"]) == (4.0, 1.0)
 
 
@@ -85,7 +84,7 @@ def test_speedups_name_both_baselines_where_both_were_timed():
     assert bench.speedups({"plain": 6.0, "own": 3.0}) == {"speedup": 2.0}
     found = bench.speedups({"plain": 6.0, "plain_packed": 4.0, "own": 3.0, "own_packed": 2.0})
     assert found == {"speedup": 3.0, "speedup_unpacked": 2.0, "speedup_same_kernels": 2.0}
-    assert [way.name for way in bench.ways_of("cuda")] == ["plain", "own"]
+    assert list(bench.ways_of(None, {"a": None}, "cuda")) == [("plain", None), ("own", "a")]
 
 
 def test_arguments_of_a_part_are_its_options(tmp_path, monkeypatch):
