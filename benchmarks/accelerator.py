@@ -6,17 +6,15 @@ Each step runs in a process of its own and leaves a file when it is done; the sa
 and tries again what failed. `--device cpu --rehearse` runs every step at its smallest size.
 """
 
-import argparse
 import itertools
-import json
 import subprocess
 import sys
 import time
 from pathlib import Path
 
 import torch
+from bench import RESULTS, ROOT, main
 
-ROOT = Path(__file__).parent.parent
 GEOMETRIES = ("qwen3-0.6b", "qwen3-4b", "qwen3-8b")
 ROWS = (1, 8, 32)
 
@@ -34,7 +32,7 @@ def steps(rehearse: bool) -> dict[str, tuple[str, float]]:
         found[f"loop_{name}_{count}"] = (words, 4.0)
     for name in geometries:
         found[f"table_{name}"] = (f"benchmarks/pair.py table --models {name} --dtype bfloat16{common}", 3.0)
-    found["drafting"] = (f"benchmarks/gemm.py top_k{common}", 3.0)
+    found["all_tokens"] = (f"benchmarks/loop.py replay --draft_top_k 0{common}", 4.0)
     found["training_step"] = (f"benchmarks/training_step.py{common}", 3.0)
     return found
 
@@ -56,31 +54,28 @@ def run(name: str, words: str, folder: Path, device: str, seconds: float) -> str
     return "done" if done else f"stopped after {seconds:.0f} s" if code is None else f"failed with exit code {code}"
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--minutes", type=float, default=25.0, help="for everything")
-    parser.add_argument("--output_dir", type=Path, default=ROOT / "benchmarks" / "results" / "accelerator")
-    parser.add_argument("--device", default="cuda")
-    parser.add_argument("--rehearse", action="store_true", help="every step at its smallest size")
-    options = parser.parse_args()
-    if options.device == "cuda" and not torch.cuda.is_available():
-        print("no CUDA device here: this is for a machine with a GPU (try --device cpu --rehearse)", file=sys.stderr)
-        return 2
-    folder, ends = options.output_dir.resolve(), time.monotonic() + 60 * options.minutes
+def accelerator(
+    minutes: float = 25.0,
+    output_dir: Path = RESULTS / "accelerator",
+    device: str = "cuda",
+    rehearse: bool = False,
+) -> dict[str, str]:
+    """Run every step that is not done within so many minutes; `rehearse` at its smallest size."""
+    if device == "cuda" and not torch.cuda.is_available():
+        sys.exit("no CUDA device here: this is for a machine with a GPU (try --device cpu --rehearse)")
+    folder, ends, outcomes = output_dir.resolve(), time.monotonic() + 60 * minutes, {}
     folder.mkdir(parents=True, exist_ok=True)
-    outcomes: dict[str, str] = {}
-    for name, (words, minutes) in steps(options.rehearse).items():
+    for name, (words, most) in steps(rehearse).items():
         left = ends - time.monotonic()
-        if any(folder.glob(f"{name}.json")) or any(folder.glob(f"{name}.xml")):
+        if any((folder / f"{name}{ending}").exists() for ending in (".json", ".xml")):
             outcomes[name] = "done before"
-        elif left < 20:
-            outcomes[name] = "no time left"
         else:
-            outcomes[name] = run(name, words, folder, options.device, min(left, 60 * minutes))
-        (folder / "outcomes.json").write_text(json.dumps(outcomes, indent=1) + "\n")
+            outcomes[name] = run(name, words, folder, device, min(left, 60 * most)) if left >= 20 else "no time left"
         print(f"{name:24} {outcomes[name]}", flush=True)
-    return int(any("done" not in outcome for outcome in outcomes.values()))
+    if any("done" not in outcome for outcome in outcomes.values()):
+        sys.exit(1)
+    return outcomes
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main(__doc__, accelerator)

@@ -16,7 +16,7 @@ import time
 import types
 import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -240,7 +240,9 @@ class Way:
         draft = self.assistant if isinstance(self.assistant, DraftModel) else None
         how = nullcontext() if draft is None else decoding(draft, self.policy, **self.decoding)
         assisting = attach(target, draft) if self.attached else nullcontext()
-        with kernels(target, self.assistant, self.packed), how, assisting:
+        models = [model for model in (target, self.assistant) if isinstance(model, nn.Module)]
+        kernels = fast_linears(*models, packed=True) if self.packed else nullcontext()
+        with kernels, how, assisting:
             yield
 
     @property
@@ -318,12 +320,6 @@ def speedups(seconds: Mapping[str, float]) -> dict[str, float]:
         found |= {"speedup_unpacked": seconds["plain"] / seconds["own"]}
         found |= {"speedup_same_kernels": seconds["plain_packed"] / own}
     return found
-
-
-def kernels(target: PreTrainedModel, draft: nn.Module | None, packed: bool) -> AbstractContextManager:
-    """Return a context in which calls have packed weights, or are as users run them."""
-    models = [model for model in (target, draft) if isinstance(model, nn.Module)]
-    return fast_linears(*models, packed=True) if packed else nullcontext()
 
 
 @contextmanager

@@ -38,7 +38,6 @@ SAMPLINGS = {
     "truncated": {"do_sample": True, "temperature": 0.8, "top_k": 50, "top_p": 0.95},
 }
 PARTS = ("draft", "verify", "rest", "total")
-CANDIDATES = 256  # `draft_top_k` of random models: what it costs in tau is below the noise
 PLAIN_TOKENS = 16  # of a plain call with random weights, for each row
 Cell = dict[str, Any]
 
@@ -63,21 +62,22 @@ def replay(
     new_tokens: int = 96,
     dtype: bench.Dtype = "bfloat16",
     device: str = "cpu",
+    draft_top_k: int = 256,
     compiled: bool = False,
     rehearse: bool = False,
 ) -> Iterator[Cell]:
-    """Random weights of published sizes; how much is accepted comes from recorded rounds. `compiled` adds compiled
-    rounds, and plain decoding as transformers compiles it."""
+    """Random weights of published sizes; how much is accepted comes from recorded rounds. `draft_top_k` of 0 drafts
+    among all tokens. `compiled` adds compiled rounds, and plain decoding as transformers compiles it."""
     if rehearse:
         repetitions, new_tokens, context = 1, 12, 32
     cells = []
     for name in geometry:
         target, draft = bench.random_pair(name, dtype, device, rehearse)
-        draft.config.draft_top_k = CANDIDATES
+        draft.config.draft_top_k = draft_top_k or None
         for count, regime in itertools.product(rows, SAMPLINGS):
             cell = replayed_cell(target, draft, count, regime, repetitions, context, new_tokens, compiled)
             cells.append({"geometry": name, "rows": count, "regime": regime} | cell)
-            yield {"dtype": dtype, "context": context, "cells": cells}
+            yield {"dtype": dtype, "context": context, "draft_top_k": draft_top_k, "cells": cells}
         del target, draft
 
 

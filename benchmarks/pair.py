@@ -15,10 +15,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 import bench
-import torch
 from tqdm import tqdm
 
-from hf_dspark import ConfidenceThreshold, DSparkConfig, calibrate, profile_throughput
+from hf_dspark import DSparkConfig, calibrate, profile_throughput
 from hf_dspark.measuring.calibrate import collect_rounds
 from hf_dspark.provenance import provenance
 from hf_dspark.scheduling.calibration import (
@@ -28,7 +27,6 @@ from hf_dspark.scheduling.calibration import (
     conditional_auc,
     measure_calibration,
 )
-from hf_dspark.scheduling.costs import Load
 
 NUM_REPLAYED = 100  # requests in pair_rounds.json
 THRESHOLDS = (0.0, 0.2, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
@@ -113,20 +111,6 @@ def thresholds(num_prompts: int = 50, max_new_tokens: int = 128) -> dict[str, An
             rounds = bench.joined(calls)
             regimes[regime].append(row(threshold, rounds.rounds, sum(rounds.proposed), sum(rounds.accepted)))
     return {"num_prompts": len(prompts), "regimes": regimes}
-
-
-def cut_afterwards(confidence: torch.Tensor, num_accepted: torch.Tensor) -> list[dict[str, Any]]:
-    """Return the same rows for recorded whole blocks, cut afterwards: every threshold sees the same rounds.
-
-    Args:
-        confidence (`torch.FloatTensor` of shape `[n, γ]`): Calibrated c_k of each round.
-        num_accepted (`torch.LongTensor` of shape `[n]`): Draft tokens accepted in each round, 0..γ.
-    """
-    limits, rows = torch.full((len(num_accepted),), confidence.shape[1]), []
-    for threshold in THRESHOLDS:
-        lengths = ConfidenceThreshold(threshold).plan_verify(confidence, limits, Load(range(len(limits))))
-        rows.append(row(threshold, len(limits), int(lengths.sum()), int(torch.minimum(lengths, num_accepted).sum())))
-    return rows
 
 
 def row(threshold: float, rounds: int, proposed: int, accepted: int) -> dict[str, Any]:

@@ -9,8 +9,8 @@ python benchmarks/revisions.py . . --ways compiled-plain compiled-drafts
 
 The number is the ratio of median seconds per round, second checkout over first, and that of seconds per token, for
 ways that differ. Decoding is greedy, one row, whole blocks, with packed weights unless one is compiled. Random weights
-(`qwen3-0.6b`) accept nothing. The two processes never compute at the same time. Nothing of `bench.py` is used here:
-each process runs the code of its own checkout, whose names may differ.
+(`qwen3-0.6b`) accept nothing. The two processes never compute at the same time. Each runs the code of its own
+checkout, of whose `bench.py` only what loads models and prompts is used: other names may differ.
 """
 
 import argparse
@@ -23,32 +23,25 @@ import time
 from pathlib import Path
 from typing import Any
 
-PAIR = Path(__file__).resolve().parents[1] / "examples" / "gsm8k_pair"
 COMPILED = {"compiled-drafts": {"compile": True}}  # an earlier checkout has no such option
 WAYS = ["drafts", "compiled-drafts", "plain", "compiled-plain"]
-GEOMETRY = {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16}
 
 
 def load(models: list[str]) -> tuple[Any, Any, list, int]:
     """Return target, draft, prompts as tensors, and how many tokens are decoded."""
+    sys.path.pop(0)  # the folder of this script
+    import bench
     import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
 
-    from hf_dspark import DSparkConfig, DSparkDraftModel
+    from hf_dspark import DSparkDraftModel
 
-    if models != ["qwen3-0.6b"]:
-        target_folder, draft_folder = (PAIR / "target", PAIR / "draft") if models == ["pair"] else models
-        tokenizer = AutoTokenizer.from_pretrained(target_folder)
-        texts = [json.loads(line)["prompt"] for line in (PAIR / "prompts.jsonl").read_text().splitlines()]
-        target = AutoModelForCausalLM.from_pretrained(target_folder, dtype=torch.float32)
-        draft = DSparkDraftModel.from_pretrained(draft_folder, dtype=torch.float32)
-        return target, draft, [tokenizer(text, return_tensors="pt")["input_ids"] for text in texts], 128
     torch.manual_seed(0)
-    torch.set_default_dtype(torch.bfloat16)
-    config = Qwen3Config(**GEOMETRY, vocab_size=151936, num_key_value_heads=8, head_dim=128, tie_word_embeddings=True)
-    target = Qwen3ForCausalLM(config).eval()
-    draft = DSparkDraftModel(DSparkConfig.from_target(config, num_hidden_layers=5, block_size=7)).eval()
-    return target, draft, [torch.randint(1, 150000, (1, 64)) for _ in range(8)], 16
+    if models == ["qwen3-0.6b"]:
+        return *bench.random_pair(models[0], "bfloat16"), [torch.randint(1, 150000, (1, 64)) for _ in range(8)], 16
+    target_folder, draft_folder = (bench.PAIR / "target", bench.PAIR / "draft") if models == ["pair"] else models
+    target, tokenizer = bench.load_target(target_folder)
+    draft = DSparkDraftModel.from_pretrained(draft_folder, dtype=torch.float32)
+    return target, draft, [torch.tensor([ids]) for ids in bench.held_out_ids(tokenizer)], 128
 
 
 def work(models: list[str], way: str, packed: bool) -> None:
@@ -80,7 +73,8 @@ class Worker:
     """A process that decodes with the code of one checkout."""
 
     def __init__(self, checkout: Path, way: str, options: argparse.Namespace) -> None:
-        environment = os.environ | {"PYTHONPATH": str(checkout.resolve() / "src"), "HF_HUB_OFFLINE": "1"}
+        paths = os.pathsep.join(str(checkout.resolve() / folder) for folder in ("src", "benchmarks"))
+        environment = os.environ | {"PYTHONPATH": paths, "HF_HUB_OFFLINE": "1"}
         words = [sys.executable, __file__, "--work", "--ways", way, "--models", *options.models]
         words += [] if any(each.startswith("compiled") for each in options.ways) else ["--packed"]
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}

@@ -115,11 +115,6 @@ def next_probe(probes: ThroughputTable) -> ThroughputTable:
     return table_of(lambda b: 1 / probes.steps_per_second[upper[b - 1]], len(upper))
 
 
-def sawtooth(bucket: int = 64, last: int = 1024) -> ThroughputTable:
-    """Return a synthetic jagged curve: each started bucket of tokens adds 2 ms to 5 ms."""
-    return table_of(lambda b: 0.005 + 0.002 * ((b - 1) // bucket), last)
-
-
 def curves_of(path: Path) -> dict[str, ThroughputTable]:
     """Return the step times of each GPU in a file, once linear and once padded to the probes."""
     found = {}

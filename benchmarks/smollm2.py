@@ -22,7 +22,7 @@ import torch
 from bench import REGIMES, ROOT, Dtype, load_target, main
 from compare import Cell, compared
 from domains import Models, transformers_dflash
-from pair import cut_afterwards, measure
+from pair import measure
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from hf_dspark import evaluate
@@ -116,7 +116,7 @@ def confidence(
     regimes: tuple[Literal[tuple(REGIMES)], ...] = tuple(REGIMES),
     dtype: Dtype = "bfloat16",
 ) -> Iterator[dict[str, Any]]:
-    """Calibration of c_k, and the rounds that thresholds would cut: DSpark Figures 5 and 6 on this target."""
+    """Calibration of c_k, and what limits it: DSpark Figure 6 on this target."""
     model, tokenizer = load_target(target, dtype)
     head, tasks, rows = load_draft(draft, dtype=dtype).bind(model), suite_files("paper", prompts), []
     for domain, regime in itertools.product(DOMAINS, regimes):
@@ -125,14 +125,11 @@ def confidence(
         files = [rounds / f"{domain}-{regime}-{half}.jsonl" for half in range(2)]
         halves = [collect_rounds(model, head, asked[half::2], tokenizer, files[half], **limits) for half in range(2)]
         both, fits = CalibrationRounds.concatenate(halves), head.config.confidence_fits_for(None, regime == "sampled")
-        whole = both.proposed == both.block_size
-        known = calibrated_confidence(both.logits[whole], fits)
         others = [mean_ece(measured, fit_confidence(fitted)) for fitted, measured in (halves, halves[::-1])]
         facts = {
             "mean_ece_of_a_true_head": mean_ece(as_predicted(both, fits), fits),
             "auc_of_the_distribution": conditional_auc(replace(both, logits=both.acceptance.logit(eps=1e-6))),
             "mean_ece_fitted_on_the_other_half": sum(others) / 2,
-            "thresholds": cut_afterwards(known, both.num_accepted[whole]),
         }
         rows.append({"domain": domain, "regime": regime} | measure(both, fits) | facts)
         yield {"rows": rows}

@@ -16,7 +16,7 @@ from typing import Any
 
 import bench
 
-from hf_dspark import FullBlock, Policy, PromptLookup, Scheduler
+from hf_dspark import FullBlock, PromptLookup, Scheduler
 from hf_dspark.data.prompts import as_chat, read_prompt_file, token_ids
 from hf_dspark.scheduling.prompt_lookup import AnswerMemory
 from hf_dspark.scheduling.step_costs import estimated_cost, find_cost
@@ -24,10 +24,6 @@ from hf_dspark.scheduling.step_costs import estimated_cost, find_cost
 SIZES = (7, 15, 31)
 LOOKED_UP = 10  # tokens at a time, as transformers' documentation has it
 Row = dict[str, Any]
-
-
-def fixed_trees() -> dict[str, Policy]:
-    return {f"trees of {nodes}": Scheduler(num_nodes=nodes) for nodes in SIZES}
 
 
 def committed(calls: Sequence[bench.Call]) -> Row:
@@ -47,17 +43,16 @@ def speed(num_prompts: int = 50, max_new_tokens: int = 128) -> dict[str, Any]:
         "chains, never skipped": Scheduler(cost, trees=False, skip=False),
         "scheduled trees": Scheduler(cost, trees=True),
         "trees, never skipped": Scheduler(cost, trees=True, skip=False),
-    } | fixed_trees()
+        **{f"trees of {nodes}": Scheduler(num_nodes=nodes) for nodes in SIZES},
+    }
     ways = {"plain": bench.Way(packed=True)}
     ways |= {name: bench.Way(draft, policy, packed=True) for name, policy in policies.items()}
     for regime, sampling in bench.REGIMES.items():
         options = {"label": regime, "max_new_tokens": max_new_tokens, **sampling}
         batches = [[ids] for ids in bench.held_out_ids(tokenizer, num_prompts)]
         runs = bench.decode_in_turns(target, ways, batches, **options)
-        median, in_all = (
-            {name: per_token(calls) for name, calls in runs.items()}
-            for per_token in (bench.median_per_token, bench.per_token_of_all)
-        )
+        median = {name: bench.median_per_token(calls) for name, calls in runs.items()}
+        in_all = {name: bench.per_token_of_all(calls) for name, calls in runs.items()}
         for name in policies:
             same = bench.identical(runs[name], runs["plain"])
             rows.append(

@@ -9,7 +9,6 @@ from pathlib import Path
 import confidence  # noqa: F401
 import drafts  # noqa: F401
 import schedules  # noqa: F401
-import smollm2_figures  # noqa: F401
 from style import FIGURES, REPORT, save
 
 if __name__ == "__main__":

@@ -5,13 +5,11 @@ python benchmarks/figures/tables.py
 Rewrites what stands between `<!-- table: NAME -->` and `<!-- end of table -->` in every page. `make figures` runs it.
 """
 
-import argparse
 import itertools
 import json
 import os
 import re
 import statistics
-import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -481,15 +479,8 @@ def finetune() -> Rows:
 def ahead_rounds() -> Rows:
     """What blocks without the newest features and tails commit, and from which ratio of drafting to verifying each
     pays."""
-    yield (
-        "",
-        "τ, new blocks",
-        "without the last features",
-        "of a tail",
-        "tails, % of rounds",
-        "τ of all",
-        "measured speed",
-    )
+    compared = "τ, new blocks", "without the last features", "of a tail", "tails, % of rounds", "τ of all"
+    yield "", *compared, "measured speed"
     for row in load("ahead_rounds")["rows"]:
         tau = row["tau"]
         numbers = map(number, (tau["new"], tau["lagging"], row["tau_of_tails"]))
@@ -499,18 +490,13 @@ def ahead_rounds() -> Rows:
 
 @table("ahead")
 def ahead_machines() -> Rows:
-    yield (
-        "",
-        "drafting / verifying",
-        "blocks",
-        *(f"{what}{when}" for when in (", greedy", ", T = 1") for what in AHEAD),
-    )
+    titles = (f"{what}{when}" for when in (", greedy", ", T = 1") for what in AHEAD)
+    yield "", "drafting / verifying", "blocks", *titles
     rows = load("ahead")["machines"]
     for name in dict.fromkeys(row["machine"] for row in rows):
         both = [row for row in rows if row["machine"] == name]
-        numbers = [
-            percent(row["hits"]) if key == "hits" else number(row[key]) for row in both for key in AHEAD.values()
-        ]
+        shown = {"hits": percent}
+        numbers = (shown.get(key, number)(row[key]) for row in both for key in AHEAD.values())
         yield name, number(both[0]["draft_time"]), both[0]["blocks"], *numbers
 
 
@@ -586,17 +572,13 @@ def pages() -> Iterator[Path]:
                 yield page
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check", action="store_true", help="change nothing; fail if a page is out of date")
-    check = parser.parse_args().check
-    stale = [page for page in pages() if refreshed(page.read_text(encoding="utf-8"), page) != page.read_text("utf-8")]
-    for page in stale:
-        print(f"{page.relative_to(ROOT)} {'is out of date' if check else 'rewritten'}")
-        if not check:
-            page.write_text(refreshed(page.read_text(encoding="utf-8"), page), encoding="utf-8")
-    return int(check and bool(stale))
+def main() -> None:
+    for page in pages():
+        before = page.read_text(encoding="utf-8")
+        if (after := refreshed(before, page)) != before:
+            print(f"{page.relative_to(ROOT)} rewritten")
+            page.write_text(after, encoding="utf-8")
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -1,16 +1,14 @@
 """A part of the sweep over all types of causal LMs, and the manual's table that is made of the whole."""
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
 import transformers
 
-ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT / "benchmarks"))
-import families  # noqa: E402
+from .. import families
 
+ROOT = Path(__file__).parents[2]
 # Of each kind: multimodal ones with text inside, groups of positions, experts of two kinds, states, others' names.
 SOME = [
     "dory", "gemma4_unified", "llama4", "mllama", "dbrx", "qwen3_5", "blenderbot", "moshi", "blt", "longcat_flash",

@@ -1,8 +1,8 @@
 """What happens to every causal LM of the installed transformers: decoded as without a draft, or refused and why.
 
-python benchmarks/families.py --output benchmarks/results/families.json
+python -m tests.families --output benchmarks/results/families.json
 
-Tiny targets with random weights (`tests/hybrids.py`) decode one row and a ragged batch, against plain `generate()`.
+Tiny targets with random weights (`hybrids.py`) decode one row and a ragged batch, against plain `generate()`.
 Drafts are made right in most places, so that rows accept different numbers of tokens. The manual's table is made of
 the result: `table(result)`.
 """
@@ -10,20 +10,22 @@ the result: `table(result)`.
 import re
 import sys
 from collections import defaultdict
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import transformers
-from bench import ROOT, decode, main
 from transformers import PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from hf_dspark import DSparkConfig, DSparkDraftModel, PromptLookup
 
-sys.path.insert(0, str(ROOT))
-from tests.hybrids import build_any  # noqa: E402
-from tests.rigged import rig  # noqa: E402
+from .hybrids import build_any
+from .rigged import rig
+
+sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
+from bench import decode, main  # noqa: E402
 
 SMALL = {"num_hidden_layers": 1, "block_size": 4, "markov_rank": 8}
 DRAFTS = {
