@@ -86,7 +86,7 @@ bench: setup ## measure the speed; the last line is JSON
 	$(PY) benchmarks/speed.py speed $(ARGS)
 
 figures: setup ## draw every figure and every table again from benchmarks/results
-	$(PY) benchmarks/figures/draw.py $(ARGS)
+	$(PY) benchmarks/figures/draw.py
 	$(PY) benchmarks/figures/tables.py
 
 docs: setup ## build the manual into build/site

@@ -38,7 +38,7 @@ from hf_dspark import DecodingOptions, DSparkConfig, DSparkDraftModel, Policy, R
 from hf_dspark.decoding import loop as decoding_loop
 from hf_dspark.models.modeling_draft import DraftModel
 from hf_dspark.provenance import provenance
-from hf_dspark.sampling.drafts import DraftTree, DraftTrees, Verified
+from hf_dspark.sampling.drafts import Verified
 
 ROOT = Path(__file__).parents[1]
 PAIR = ROOT / "examples" / "gsm8k_pair"
@@ -82,9 +82,9 @@ def main(description: str | None, *parts: Callable[..., Result | Iterable[Result
     run, word, output = options.pop("run"), options.pop("word"), options.pop("output")
     defaults = {name: parameter.default for name, parameter in inspect.signature(run).parameters.items()}
     chosen = {name: value for name, value in options.items() if value != defaults[name]}
+    found = run(**options)
     origin = provenance(options.get("device", "cpu"), chosen)
     origin["command"] = origin["command"].replace(".py", f".py{word}", 1)
-    found = run(**options)
     result: Result = {}
     for result in [found] if isinstance(found, Mapping) else found:
         if output is not None:
@@ -132,19 +132,6 @@ def synchronize(device: torch.device | str) -> None:
     """Wait until a device has done all its work."""
     if torch.device(device).type != "cpu":
         torch.accelerator.synchronize(device)
-
-
-def in_turns(
-    ways: Mapping[str, Callable[[], Any]], repetitions: int, warm_up: int = 1, device: torch.device | str = "cpu"
-) -> dict[str, list[float]]:
-    """Return the seconds of each way: one after the other, beginning with another one in each repetition."""
-    seconds: dict[str, list[float]] = {name: [] for name in ways}
-    for repetition in range(-warm_up, repetitions):
-        for name in rotated(list(ways), repetition):
-            took, _ = timed(ways[name], device)
-            if repetition >= 0:
-                seconds[name].append(took)
-    return seconds
 
 
 def rotated(items: Sequence[T], turn: int) -> list[T]:
@@ -444,23 +431,14 @@ def representative(accepted: Sequence[int], tokens: int, rows: int, seed: int) -
     return chosen
 
 
-def path_of(tree: DraftTree, depth: int) -> list[int]:
-    """Return a path of a tree that is so deep, or as deep as the tree is."""
-    places = (place for place in range(1, 1 + tree.num_nodes) if tree.depth_of(place) == min(depth, tree.depth))
-    return tree.path(next(places, 0))
-
-
 @contextmanager
 def replaying(rounds: Sequence[int]) -> Iterator[None]:
-    """While entered, the loop does all its work and then accepts as many drafts as recorded rounds did, which the
-    requests of a batch take in turn. Random weights accept nothing by themselves."""
+    """While entered, the loop does all its work and then accepts as many drafts of its chains as recorded rounds did,
+    which the requests of a batch take in turn. Random weights accept nothing by themselves."""
     honest, recorded = decoding_loop.verify, itertools.cycle(rounds)
 
     def verify(drafts: Any, *args: Any) -> Verified:
         verified = honest(drafts, *args)
-        if isinstance(drafts, DraftTrees):
-            paths = [path_of(tree, next(recorded)) for tree in drafts.trees]
-            return replace(verified, num_accepted=torch.tensor(list(map(len, paths))), paths=paths)
         if drafts.token_ids.shape[1] == 0:
             return verified
         lengths = drafts.lengths.to(verified.num_accepted.device)

@@ -16,29 +16,29 @@ def linear_cost(per_token: float, constant: float, drafting: float) -> Throughpu
 
 
 @dataclass
-class EarlyStopScheduler(Scheduler):
+class ChainScheduler(Scheduler):
+    trees: bool | None = False
+    skip: bool = False
+
+
+class EarlyStopScheduler(ChainScheduler):
     """DSpark's Algorithm 1 as printed: admit tokens in descending survival while the predicted throughput rises.
 
     Optimal when step time is convex in the tokens; on jagged curves it is trapped before the first cliff.
     """
-
-    trees: bool | None = False
-    skip: bool = False
 
     def _num_admitted(self, ranking: Ranking, all_tokens: int, load: Load) -> int:
         return first_drop(ranking.throughput(self.cost, load))
 
 
 @dataclass
-class GlobalScheduler(Scheduler):
+class GlobalScheduler(ChainScheduler):
     """The lengths of greatest predicted throughput, by unconstrained search over this round's confidences.
 
     Lossless only when the confidence head reads h_k alone: then all c_k are known before any token is drawn.
     DSpark Section 5.2 and Appendix A.
     """
 
-    trees: bool | None = False
-    skip: bool = False
     accept_bias: bool = False  # let it run on sampled drafts although it biases the output, for experiments
 
     def is_causal(self, confidence_reads_tokens: bool) -> bool:
@@ -48,7 +48,6 @@ class GlobalScheduler(Scheduler):
         return int(ranking.throughput(self.cost, load).argmax())
 
 
-@dataclass
 class EliminationScheduler(GlobalScheduler):
     """AdaSpec's confidence prior verifier: drop the least likely token of the full set while throughput rises.
 

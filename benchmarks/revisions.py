@@ -115,12 +115,10 @@ def main() -> None:
         worker.process.stdin.close()
         worker.process.wait(timeout=60)
     medians = [statistics.median(values) for values in seconds]
-    pairs = zip(*seconds, strict=True)
     result = {
         "models": options.models,
         "ways": options.ways,
         "ratio_of_medians": medians[1] / medians[0],
-        "median_of_ratios": statistics.median(new / old for old, new in pairs),
         "seconds_per_round": medians,
         "ratio_by_token": statistics.median(by_token[1]) / statistics.median(by_token[0]),
         "identical": f"{identical} of {options.repetitions}",

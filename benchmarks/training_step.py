@@ -13,7 +13,7 @@ from unittest import mock
 
 import torch
 import torch.nn.functional as F
-from bench import growth_of_peak, in_process, in_turns, main, synchronize
+from bench import growth_of_peak, in_process, main, rotated, synchronize, timed
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from hf_dspark import DSparkConfig, DSparkDraftModel
@@ -96,10 +96,13 @@ def training_step(
         return {"growth": growth_of_peak(lambda: setting.step(only), device)[0] / 2**20}
     bounded, dense = setting.step("bounded"), setting.step("dense")
     difference = max(float((bounded[name] - each).norm() / each.norm()) for name, each in dense.items())
-    ways = {variant: lambda variant=variant: setting.step(variant) for variant in ("bounded", "dense")}
-    medians = {name: statistics.median(values) for name, values in in_turns(ways, steps, device=device).items()}
+    seconds: dict[str, list[float]] = {"bounded": [], "dense": []}
+    for turn in range(steps):
+        for variant in rotated(list(seconds), turn):
+            seconds[variant].append(timed(lambda variant=variant: setting.step(variant), device)[0])
+    medians = {variant: statistics.median(values) for variant, values in seconds.items()}
     words = [word for name, value in {**sizes, "device": device}.items() for word in (f"--{name}", value)]
-    growth = {variant: in_process(__file__, "--only", variant, *words)["growth"] for variant in ways}
+    growth = {variant: in_process(__file__, "--only", variant, *words)["growth"] for variant in seconds}
     return {
         "setting": sizes,
         "seconds": medians,
