@@ -22,6 +22,7 @@ KINDS = {
     "pruned": {"draft_vocab_size": 2},
     "own_size": {"hidden_size": 16, "target_hidden_size": 32, "own_embedding": True, "own_lm_head": True},
     "draft_top_k": {"draft_top_k": 2},
+    "p_eagle": {"mask_token_id": 1, "num_hidden_layers": 2},
     "mtp": {"mtp": True, "target_layer_ids": [3], "norm_output": True},
 }
 
@@ -153,7 +154,7 @@ PROMPTS = [eagle3_target.PROMPT, [3, 3, 8], [11, 4, 8, 8, 20, 13], [7], [5, 17, 
 WITHOUT_DRAFT = {"do_sample": False, "max_new_tokens": eagle3_target.NUM_TOKENS, "pad_token_id": 0}
 
 
-@pytest.mark.parametrize("num_rows", [pytest.param(1, marks=pytest.mark.slow), 5])
+@pytest.mark.parametrize("num_rows", [*(pytest.param(rows, marks=pytest.mark.slow) for rows in (1, 3)), 5])
 @pytest.mark.parametrize("policy", [FullBlock(), Scheduler(num_nodes=9)], ids=["chain", "tree"])
 def test_greedy_answers_are_the_targets(published, published_target, alone, num_rows, policy):
     published.decoding = DecodingOptions(policy=policy)

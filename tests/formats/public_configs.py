@@ -560,10 +560,6 @@ DFLASH = (
         "the last layer .31. is only visible after the final norm",
     ),
     PublicConfig(
-        "SpecForge", "configs/qwen3-8b-peagle.json", "P-EAGLE", "",
-        SIZES | {"architectures": ["PEagleDraftModel"], "model_type": "llama", "draft_vocab_size": 32000}, "P-EAGLE",
-    ),
-    PublicConfig(
         "speculators", "examples/train/dflash_qwen3_8b_sharegpt_online_5k.sh", "speculators", "DFlash",
         {key: value for key, value in speculators(tokens=7, speculators_model_type="dflash").items()
          if key not in HEADS},
@@ -578,10 +574,6 @@ DFLASH = (
     PublicConfig(
         "speculators", "src/speculators/models/dflash2/config.py: draft_ffn_type", "speculators", "",
         speculators(speculators_model_type="dflash2", draft_ffn_type="moe", **SELECTOR), "draft_ffn_type is 'moe'",
-    ),
-    PublicConfig(
-        "speculators", "examples/train/peagle_qwen3_8b_sharegpt_online_5k.sh", "speculators", "",
-        speculators(speculators_model_type="peagle"), "P-EAGLE",
     ),
     PublicConfig(
         "speculators", "src/speculators/models/dfly/config.py", "speculators", "",

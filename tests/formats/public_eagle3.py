@@ -64,7 +64,17 @@ def speculators(where: str, result: Config | str, model_type: str = "qwen3", lay
             "verifier": {"architectures": ["Qwen3ForCausalLM"], "name_or_path": "Qwen/Qwen3-8B"},
         },
     } | keys  # fmt: skip
-    return "speculators", where, "speculators", "EAGLE-3" * isinstance(result, dict), config, result
+    kind = "P-EAGLE" if "mask_token_id" in keys else "EAGLE-3"
+    return "speculators", where, "speculators", kind * isinstance(result, dict), config, result
+
+
+PEAGLE_DEPTHS: Config = {"num_depths": 8, "down_sample_ratio": 0.8, "down_sample_ratio_min": 0.2}
+AS_PEAGLE: Config = {"mask_token_id": 151669, "is_autoregressive": False, "num_hidden_layers": 4}
+
+
+def peagle(project: str, where: str, architecture: str, result: Config | str = AS_PEAGLE, **keys: Any) -> Row:
+    config = LLAMA | QWEN3 | {"architectures": [architecture], "num_hidden_layers": 4} | keys
+    return project, where, "P-EAGLE", "P-EAGLE" * isinstance(result, dict), config, result
 
 
 MROPE: Config = {"rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 24]}, "rope_theta": 1000000}
@@ -169,6 +179,19 @@ EAGLE3_ROWS: tuple[Row, ...] = (
                 norm_before_residual=True),
     speculators(f"{_SETTINGS}: eagle_aux_hidden_state_layer_ids", {"target_layer_ids": [1, 17, 32]},
                 eagle_aux_hidden_state_layer_ids=[2, 18, 33]),
+    speculators(
+        "examples/train/peagle_qwen3_8b_sharegpt_online_5k.sh", AS_PEAGLE | {"block_size": 3, "qk_norm": True},
+        layers={"num_hidden_layers": 4}, speculators_model_type="peagle", architectures=["PEagleSpeculator"],
+        embed_requires_grad=True, mask_token_id=151669, **PEAGLE_DEPTHS,
+    ),
+    speculators("src/speculators/models/peagle/config.py: mask_token_id", "lacks 'mask_token_id'",
+                speculators_model_type="peagle", mask_token_id=None),
+    peagle("Automodel", "examples/speculative/p-eagle/qwen_peagle_perfectblend.yaml", "LlamaEagle3DraftModel",
+           AS_PEAGLE | {"block_size": 8}, parallel_drafting=True, mask_token_id=151669, **PEAGLE_DEPTHS),
+    peagle("SpecForge", "configs/qwen3-8b-peagle.json", "PEagleDraftModel", "does not say which: add mask_token_id"),
+    peagle("vLLM", "vllm/v1/spec_decode/llm_base_proposer.py: ptd_token_id", "LlamaForCausalLM", ptd_token_id=151669),
+    peagle("vLLM", "vllm/transformers_utils/configs/speculators/algos.py: pard_token", "PeagleLlamaForCausalLM",
+           pard_token=151669),
     speculators(f"{_SETTINGS}: fc_norm", {"fc_norm": True}, fc_norm=True),
     speculators(f"{_SETTINGS}: both norms", "norm_before_fc must not be True", fc_norm=True, norm_before_fc=True),
     speculators(f"{_SETTINGS}: whole vocabulary", {"draft_vocab_size": None}, draft_vocab_size=151936),

@@ -16,6 +16,7 @@ from tests.formats.test_keys import OF_SECTIONS_ALONE, UNREAD, silent_keys, with
 
 FIXTURES = Path(__file__).parents[1] / "fixtures" / "eagle3"
 NAMES = ("safeailab", "specforge", "specforge_narrow", "modelopt", "speculators_qwen3", "speculators_llama")
+NAMES += ("speculators_peagle",)
 BASES = {name: json.loads((FIXTURES / name / "config.json").read_text()) for name in NAMES}
 VALUES = {
     "eagle_aux_hidden_state_layer_ids": [0, 3, 5], "aux_hidden_states_layer_ids": [0, 3, 5], "head_dim": 6,
@@ -122,6 +123,19 @@ def test_norms_of_queries_and_keys_are_told_by_the_tensors(tmp_path):
     draft = Eagle3DraftModel.from_pretrained(changed(tmp_path, "specforge", more=norms))
     assert draft.config.qk_norm and float(draft.layers[0].self_attn.q_norm.weight[0]) == 1.5
     assert not Eagle3DraftModel.from_pretrained(FIXTURES / "specforge").config.qk_norm
+
+
+@pytest.mark.parametrize(
+    ("key", "has_state"), [("mask_token_id", True), ("mask_token_id", False), ("pard_token", False)]
+)
+def test_p_eagle_is_told_by_its_state_or_by_its_keys(tmp_path, key, has_state):
+    state = {"mask_hidden": torch.ones(1, 1, 48)} if has_state else {}
+    folder = changed(tmp_path, "specforge", more=state, **{key: 3})
+    if has_state or key == "mask_token_id":  # which others copy from their target
+        assert Eagle3DraftModel.from_pretrained(folder).config.mask_token_id == (3 if has_state else None)
+        return
+    with pytest.raises(ValueError, match="missing: mask_hidden.*Check pard_token"):
+        Eagle3DraftModel.from_pretrained(folder)
 
 
 def test_pickled_weights_are_refused_with_the_cure(tmp_path):

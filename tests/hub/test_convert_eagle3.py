@@ -15,7 +15,7 @@ from tests.models.test_published_eagle3 import PROJECTS
 # Where a draft came from, and what became of it on the way there and back.
 NAMES = {"name_or_path", "_name_or_path", "transformers_version", "target_model_type", "num_target_layers"}
 FIRST_ALONE = {"embedding_in_all_layers"}  # without meaning for one layer
-SEVERAL_LAYERS = ("speculators_qwen3", "speculators_llama", "modelopt")
+SEVERAL_LAYERS = ("speculators_qwen3", "speculators_llama", "speculators_peagle", "modelopt")
 
 
 @pytest.fixture(scope="module")
@@ -91,6 +91,8 @@ REFUSED = [
     ("sglang", {"qk_norm": False, "target_layer_ids": [1, 4, 6], "norm_before_fc": True}, "no single norm before fc"),
     ("sglang", {"qk_norm": False, "target_layer_ids": [1, 4, 6], "norm_before_residual": True}, "before the residual"),
     ("sglang", {"qk_norm": False, "target_layer_ids": [1, 4, 6], "own_embedding": True}, "has its own"),
+    ("sglang", {"qk_norm": False, "target_layer_ids": [1, 4, 6], "mask_token_id": 2}, "one token a pass: use"),
+    ("deepspec", {"mask_token_id": 2}, "one token a pass .mask_token_id"),
     ("speculators", {"num_hidden_layers": 2}, "first layer alone reads the embedded token"),
     ("speculators", {"draft_top_k": 3}, "draft_top_k"),
     ("deepspec", {"qk_norm": False}, "normalise queries and keys"),

@@ -56,7 +56,8 @@ LOSS = LossWeights(
 )  # fmt: skip
 
 MTP = {"mtp": True, "target_layer_ids": [3], "norm_output": True}
-KINDS = [{}, {"num_hidden_layers": 2}, MTP]
+PARALLEL = {"mask_token_id": 5, "num_hidden_layers": 2, "embedding_in_all_layers": False}
+KINDS = [{}, {"num_hidden_layers": 2}, MTP, PARALLEL]
 
 
 def make_eagle3(target: PreTrainedModel, seed: int = 1, **overrides) -> Eagle3DraftModel:

@@ -12,7 +12,7 @@ from tests.eagle3_target import DEFAULT_TAPS, GAMMA, NUM_TOKENS, PROMPT, make_ta
 PROJECTS = {
     "safeailab": DEFAULT_TAPS, "specforge": [0, 2, 6], "specforge_narrow": DEFAULT_TAPS,
     "speculators_qwen3": DEFAULT_TAPS, "speculators_llama": [0, 2, 6], "modelopt": [1, 3, 5],
-    "angelslim": DEFAULT_TAPS,
+    "angelslim": DEFAULT_TAPS, "speculators_peagle": DEFAULT_TAPS,
 }  # fmt: skip
 
 

@@ -41,6 +41,7 @@ _FIELDS = {
     for pattern, fields in {
         "markov": ("markov_rank", "markov_head_type"),
         "eh_proj|enorm": ("mtp",),
+        "mask_hidden": ("mask_token_id", "target_layer_ids"),
         r"_hc\.|hc_head": ("hc_mult",),
         r"experts|mlp\.gate\.": ("num_experts", "moe_intermediate_size"),
         "confidence": ("enable_confidence_head", "confidence_head_with_markov"),

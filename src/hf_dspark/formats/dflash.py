@@ -169,11 +169,6 @@ def _stranger(named: str, what: str) -> Format:
 
 STRANGERS = (
     _stranger(
-        "peagle",
-        "P-EAGLE drafts a block in one pass of EAGLE-3's layers, from a learnt state in place of target features, "
-        "which nothing here computes: load an EAGLE-3 or a DFlash draft of the same target",
-    ),
-    _stranger(
         "dfly",
         "DFly corrects the hidden states of DFlash by the tokens before them, which nothing here computes: load a "
         "DFlash or a Domino draft of the same target",

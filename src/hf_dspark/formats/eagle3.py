@@ -1,11 +1,12 @@
 """EAGLE-3 drafts as EAGLE, SpecForge, SGLang, Model-Optimizer, AngelSlim and Automodel write them, flat, and as
-speculators does.
+speculators does; and P-EAGLE drafts, which draft a block in one pass.
 
 Flat ones are alike but for names: the first layer is `midlayer` or `layers.0`, and all may follow `model.`. None
 says how many tokens to draft, most do not say which layers they tap. Those that do count outputs of layers from 0 on,
 speculators and vLLM from the embedding on.
 """
 
+from dataclasses import replace
 from typing import Any
 
 from transformers import PreTrainedConfig
@@ -38,6 +39,7 @@ _ARCHITECTURES = (
     "LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "LlamaEagle3DraftModel", "Qwen2ForCausalLMEagle3",
     "Qwen3ForCausalLMEagle3", "Eagle3Qwen2ForCausalLM", "Eagle3Qwen3ForCausalLM",
 )  # fmt: skip
+_PARALLEL_ARCHITECTURES = ("PEagleDraftModel", "PeagleLlamaForCausalLM", "PeagleQwen3ForCausalLM")
 _PLAIN_ARCHITECTURES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 _FULL_ATTENTION = {"an Eagle3 draft attends to its whole context, here layer_types says otherwise": slides_there}
 _LAYERS = SPECULATORS_LAYERS
@@ -51,7 +53,16 @@ _FIRST_LAYER = (
 def _is_flat(config: Source) -> bool:
     names = architectures(config)
     plain = any(name in _PLAIN_ARCHITECTURES for name in names) and "draft_vocab_size" in config
-    return (plain or any(name in _ARCHITECTURES for name in names)) and "speculators_model_type" not in config
+    known = any(name in (*_ARCHITECTURES, *_PARALLEL_ARCHITECTURES) for name in names)
+    return (plain or known) and "speculators_model_type" not in config
+
+
+_MASK_TOKENS = ("mask_token_id", "ptd_token_id", "pard_token")  # as Automodel, Amazon and vLLM name it
+
+
+def _is_parallel(config: Source) -> bool:
+    named = any(name in _PARALLEL_ARCHITECTURES for name in architectures(config))
+    return named or bool(config.get("parallel_drafting")) or look_up(config, *_MASK_TOKENS[1:]) is not None
 
 
 def _narrow(prefix: str = "") -> tuple[Field, ...]:
@@ -104,6 +115,7 @@ def _norms(*names: str) -> tuple[Field, ...]:
 
 # What the layers of all have in common. Drafts of several layers give the embedding to the first one alone.
 _COMMON = {name: value for name, value in QWEN3_EMBEDDING.items() if name != "mlp_bias"} | {"mtp": False}
+_ONE_BY_ONE = {"mask_token_id": None}
 _FIRST_ALONE = Field("embedding_in_all_layers", read=lambda c: False, write=OMIT)
 _EMBEDDING_ONCE = {
     "its first layer alone reads the embedded token, here all of them do": lambda c: (
@@ -136,7 +148,13 @@ FLAT = Format(
         Field("qk_norm", default=False, write=OMIT),
         _FIRST_ALONE,
         *_norms("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output"),
-        Field("block_size", "ttt_length", USUAL_STEPS),
+        Field("block_size", "ttt_length", USUAL_STEPS, also=("num_depths",)),
+        Field(
+            "mask_token_id",
+            read=lambda c: look_up(c, *_MASK_TOKENS) if _is_parallel(c) else None,
+            reads=_MASK_TOKENS,
+            write=OMIT,
+        ),
         Field("rope_parameters", read=_rope, reads=ROPE_PLACES, write=OMIT),
         Field(
             "target_layer_ids",
@@ -173,7 +191,7 @@ FLAT = Format(
         "logit_scale": (None, 1.0),
         "norm_type": (None, "rms"),
         "num_aux_hidden_states": (None, 3),
-        "parallel_drafting": (None, False),
+        "parallel_drafting": (None, False, True),
         "position_embedding_type": (None, "rope"),
         "quantization_config": (None,),
         "use_rotary_pos_emb": (None, True),
@@ -183,6 +201,10 @@ FLAT = Format(
         "layers of the model_type 'llama4_text' have an MLP of another size, intermediate_size_mlp": lambda c: (
             c.get("model_type") == "llama4_text"
         ),
+        "P-EAGLE drafts a block in one pass from a mask token, and config.json does not say which: add mask_token_id, "
+        "as it was in training (of SpecForge, the tokenizer's, or the first id after its tokens)": lambda c: (
+            _is_parallel(c) and look_up(c, *_MASK_TOKENS) is None
+        ),
     },
     refusals={
         **ONLY_QWEN3_LAYERS,
@@ -190,10 +212,14 @@ FLAT = Format(
         "its layers are those of Llama, which do not normalise queries and keys: use the format "
         "'speculators'": lambda c: c.qk_norm,
         "it taps three layers": lambda c: c.num_taps != 3,
+        "its drafts propose one token a pass: use the format 'speculators'": lambda c: c.mask_token_id is not None,
     },
     renamed={f"layers.0.{name}": f"midlayer.{name}" for name in _FIRST_LAYER},
     renames=((r"model\.", ""), (r"midlayer\.", "layers.0.")),
-    evidence={"qk_norm": lambda shapes: "layers.0.self_attn.q_norm.weight" in shapes},
+    evidence={
+        "qk_norm": lambda shapes: "layers.0.self_attn.q_norm.weight" in shapes,
+        "parallel_drafting": lambda shapes: "mask_hidden" in shapes,
+    },
     holds_own_weights=True,
     own=("eagle_config",),
     harmless=(*WINDOW_PLACES, "eagle_config.parallel_draft_heads_num_layers"),
@@ -256,7 +282,7 @@ SPECULATORS = Format(
         **SPECULATORS_WRITES,
         _LAYERS + "layer_types": lambda c, facts: ["full_attention"] * c.num_hidden_layers if c.qk_norm else OMIT,
     },
-    constants=_COMMON,
+    constants=_COMMON | _ONE_BY_ONE,
     base=lambda facts: {
         "architectures": ["Eagle3Speculator"],
         "speculators_model_type": "eagle3",
@@ -280,3 +306,19 @@ SPECULATORS = Format(
     limits={},
     engines=("speculators", "vllm"),
 )  # fmt: skip
+
+PEAGLE = replace(
+    SPECULATORS,
+    recognise=lambda c: c.get("speculators_model_type") == "peagle",
+    fields=(*SPECULATORS.fields, Field("mask_token_id")),
+    constants=_COMMON,
+    base=lambda facts: (
+        SPECULATORS.base(facts)
+        | {"architectures": ["PEagleSpeculator"], "speculators_model_type": "peagle", "embed_requires_grad": True}
+        | {"speculators_config": {"algorithm": "peagle", "default_proposal_method": "greedy"}}
+    ),
+    accepts=SPECULATORS.accepts | {"speculators_model_type": ("peagle",)},
+    refusals=SPECULATORS.refusals
+    | {"its drafts propose a block in one pass, from a mask_token_id": lambda c: c.is_autoregressive},
+    harmless=(*SPECULATORS.harmless, "num_depths", "down_sample_ratio", "down_sample_ratio_min"),
+)

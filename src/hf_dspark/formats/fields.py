@@ -315,6 +315,7 @@ REASONS = {(name, False): "its layers are those of Qwen3, not of Gemma" for name
     ("mlp_bias", False): "it has no biases in the MLPs",
     ("attention_bias", False): "its projections have no biases",
     ("mtp", False): "its drafts are no MTP modules",
+    ("mask_token_id", None): "its drafts propose one token a pass (mask_token_id): use the format 'speculators'",
     ("attention_sinks", False): "its attention has no sinks: use the format 'sglang'",
     ("rope_interleaved", False): "it turns the halves of a head against each other, this draft neighbours "
     "(rope_interleaved): use the format 'sglang'",

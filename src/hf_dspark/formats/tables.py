@@ -236,7 +236,8 @@ DEEPSPEC_EAGLE3 = Format(
     },
     constants=QWEN3_EMBEDDING
     | dict.fromkeys(("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output", "mtp"), False)
-    | {"qk_norm": True, "embedding_in_all_layers": True, "draft_vocab_size": None, "target_hidden_size": None},
+    | {"qk_norm": True, "embedding_in_all_layers": True}
+    | dict.fromkeys(("draft_vocab_size", "target_hidden_size", "mask_token_id")),
     # DeepSpec's loader asks for step_loss_decay, which weights its training loss; 0.8 is its default.
     base=lambda facts: _DEEPSPEC_BASE | {"architectures": ["Qwen3Eagle3Model"], "step_loss_decay": 0.8},
     accepts={"model_type": ("qwen3",)} | dict.fromkeys(("rope_is_neox_style", "is_neox_style"), (None, True)),
@@ -418,6 +419,7 @@ FORMATS = (
     DEEPSPEC_EAGLE3,
     eagle3.FLAT,
     eagle3.SPECULATORS,
+    eagle3.PEAGLE,
     *speculators_kinds(SPECULATORS),
     SPECULATORS,
     *FLAT_KINDS,

@@ -76,7 +76,7 @@ def _told_by_tensors(checkpoint: Checkpoint, entry: Format) -> dict[str, Any]:
     """Return the fields that a configuration leaves out and its tensors tell."""
     try:
         config = unfolded(checkpoint.config, entry)
-        places = {field.name: field.places for field in entry.fields}
+        places = {name: (name,) for name in entry.evidence} | {field.name: field.places for field in entry.fields}
         missing = {name: tell for name, tell in entry.evidence.items() if look_up(config, *places[name]) is None}
         if not missing:
             return {}

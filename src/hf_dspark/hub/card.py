@@ -94,8 +94,8 @@ def model_card(
 
 
 def draft_kind(config: PreTrainedConfig) -> str:
-    if config.is_autoregressive:
-        return "MTP" if config.mtp else "Eagle3"
+    if config.model_type == "dspark_eagle3":
+        return "MTP" if config.mtp else "Eagle3" if config.is_autoregressive else "P-EAGLE"
     kinds = {"selector": "DFlash 2", "domino": "Domino"}
     return kinds.get(config.markov_head_type, "DSpark") if config.markov_rank else "DFlash"
 

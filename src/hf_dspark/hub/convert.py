@@ -144,7 +144,7 @@ def launch_command(
     engine: str | None, target: Target | None, folder: str | os.PathLike, config: DraftConfig
 ) -> str | None:
     """Return the command of an engine's server for a DSpark draft; the manual has the same."""
-    if config.is_autoregressive or not config.markov_rank:
+    if not config.markov_rank:
         return None
     model = target if isinstance(target, str | os.PathLike) else getattr(target, "name_or_path", None)
     folder, size = os.fspath(folder), config.block_size

@@ -36,6 +36,8 @@ class Eagle3Config(DraftConfig):
             reads the target's last hidden state alone, `target_layer_ids` being the last layer, without an `fc`; a
             projection of normalised embedding and hidden state enters an ordinary decoder layer.
         norm_output (`bool`): Whether the next step reads the output after the final norm (EAGLE-3.1), not before.
+        mask_token_id (`int`, *optional*): Token that stands for the drafted ones; the target should not use it. With
+            one, a single pass drafts all γ tokens (P-EAGLE): slots after the first read it, and a learnt state.
         kwargs: As for [`DraftConfig`].
 
     Example:
@@ -46,7 +48,6 @@ class Eagle3Config(DraftConfig):
     """
 
     model_type = "dspark_eagle3"
-    is_autoregressive: ClassVar[bool] = True
     taps_by_depth: ClassVar[bool] = True
 
     draft_vocab_size: int | None = None
@@ -58,6 +59,7 @@ class Eagle3Config(DraftConfig):
     norm_before_fc: bool = False
     norm_output: bool = False
     mtp: bool = False
+    mask_token_id: int | None = None
 
     def rules(self) -> Iterator[tuple[bool, str, str]]:
         size = self.target_hidden_size
@@ -75,6 +77,8 @@ class Eagle3Config(DraftConfig):
             yield self.target_layer_ids == [last], "target_layer_ids", f"be [{last}], the last layer, with mtp=True"
             for name in ("fc_norm", "norm_before_fc", "norm_before_residual", "target_hidden_size"):
                 yield not getattr(self, name), name, "not be set with mtp=True, which has no such part"
+        mask, tokens = self.mask_token_id, 0 if self.mtp else self.vocab_size
+        yield mask is None or 0 <= mask < tokens, "mask_token_id", f"lie in [0, {tokens}), or be None"
 
     @classmethod
     def from_target(cls, target_config: "PreTrainedConfig | PreTrainedModel", **overrides: Any) -> "Eagle3Config":
@@ -83,6 +87,10 @@ class Eagle3Config(DraftConfig):
         if overrides.get("mtp"):
             usual = {"target_layer_ids": [last], "norm_output": True, "block_size": 1}
         return super().from_target(target_config, **(usual | overrides))
+
+    @property
+    def is_autoregressive(self) -> bool:
+        return self.mask_token_id is None
 
     @property
     def has_lm_head(self) -> bool:

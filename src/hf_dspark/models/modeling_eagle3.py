@@ -1,7 +1,8 @@
 """The Eagle3 draft model, the autoregressive baseline: one light pass per draft token, fed with its own last output.
 
 Slot i reads what is known of position i, and token i+1, and predicts token i+2. In context slots, what is known are
-the target's features; in a block, it is the draft's own output of the slot before. One class reads the drafts of all
+the target's features; in a block, it is the draft's own output of the slot before. P-EAGLE puts a learnt state in its
+place and a mask token in that of token i+1, and so drafts a block in one pass. One class reads the drafts of all
 projects; what differs is in the config.
 """
 
@@ -23,6 +24,7 @@ from .configuration_eagle3 import Eagle3Config
 from .layers import Attending, DraftLayer, DSparkRMSNorm, DSparkRotaryEmbedding, Rotary
 from .losses import SlotLogits
 from .modeling_draft import DraftModel
+from .modeling_dspark import of_nodes
 from .slot_cache import SlotCache, SlotLayout
 
 
@@ -102,7 +104,7 @@ class NodeSlots:
 
 
 class Eagle3DraftModel(DraftModel):
-    """An Eagle3 draft: γ passes of one layer, each after the tokens drawn from the last one.
+    """An Eagle3 draft: γ passes of one layer, each after the tokens drawn from the last one; of P-EAGLE, one pass.
 
     Load one with `from_pretrained(name_or_path)`: a folder or a Hub repository that this package, DeepSpec, EAGLE,
     SpecForge, speculators, Model-Optimizer or AngelSlim wrote. With `Eagle3Config(mtp=True)` it is a trainable MTP
@@ -133,11 +135,18 @@ class Eagle3DraftModel(DraftModel):
         norms = (DSparkRMSNorm(config.feature_size, eps) for _ in range(config.num_taps * config.fc_norm))
         self.fc_norm = nn.ModuleList(norms)
         self.fc = None if config.mtp else nn.Linear(width, size, bias=False)
+        self.mask_hidden = None if config.is_autoregressive else nn.Parameter(torch.empty(1, 1, width))
         self.layers = nn.ModuleList(Eagle3Layer(config, index) for index in range(config.num_hidden_layers))
         self.norm = DSparkRMSNorm(size, eps)
         self.add_own_weights()
         self.rotary = DSparkRotaryEmbedding(config)
         self.post_init()
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        super()._init_weights(module)
+        if module is self and self.mask_hidden is not None:
+            nn.init.normal_(self.mask_hidden)
 
     @classmethod
     def read_tensors(cls, config: Eagle3Config, checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
@@ -161,7 +170,7 @@ class Eagle3DraftModel(DraftModel):
     def _read(
         self, anchor_ids: torch.Tensor, features: torch.Tensor, cache: SlotCache, counts: Sequence[int], *more: Any
     ) -> torch.Tensor:
-        """Return the output of each request's last slot before the final norm, `[B, d]`."""
+        """Return the output of each request's last slot before the final norm, `[B, d]`; of P-EAGLE `[B, γ, d]`."""
         (committed_ids,) = more
         if committed_ids is None:
             raise ValueError(
@@ -173,16 +182,24 @@ class Eagle3DraftModel(DraftModel):
             features = torch.cat([own if len(own) else blank for own in features.split(split)])
             ids = zip(anchor_ids.split(1), committed_ids.split(split), strict=True)
             committed_ids = torch.cat([own if len(own) else anchor for anchor, own in ids])
-        layout = SlotLayout(cache.lengths[: len(counts)], tuple(max(1, count) for count in counts))
-        last = to_device([list(accumulate(layout.counts))], self.device) - 1
-        last_slots = tuple(start + count - 1 for start, count in zip(layout.starts, layout.counts, strict=True))
+        hidden, counts = self.fuse(features), [max(1, count) for count in counts]
+        width = 1 if self.mask_hidden is None else self.config.block_size  # slots of each request that attend
+        if self.mask_hidden is not None:
+            masks = self.fuse(self.mask_hidden)[0].expand(width - 1, -1)
+            hidden = torch.cat([part for own in hidden.split(counts) for part in (own, masks)])
+            mask_ids = committed_ids.new_full((width - 1,), self.config.mask_token_id)
+            committed_ids = torch.cat([part for own in committed_ids.split(counts) for part in (own, mask_ids)])
+        layout = SlotLayout(cache.lengths[: len(counts)], tuple(count + width - 1 for count in counts))
+        last = [[end - width + slot for end in accumulate(layout.counts) for slot in range(width)]]
+        last_slots = tuple(start + count - 1 for start, count in zip(layout.starts, counts, strict=True))
         firsts = cache.first_seen([slot + 1 for slot in last_slots])
         whole, ends = (
             CachedPass(cache, (layout,), queries, is_causal=True, firsts=firsts)
-            for queries in (layout, SlotLayout(last_slots, (1,) * layout.num_rows))
+            for queries in (layout, SlotLayout(last_slots, (width,) * layout.num_rows))
         )
-        passes = [(whole, None)] * (len(self.layers) - 1) + [(ends, last)]
-        return self._run(self.fuse(features)[None], committed_ids, whole.position_ids(self.device), passes)
+        passes = [(whole, None)] * (len(self.layers) - 1) + [(ends, to_device(last, self.device))]
+        read = self._run(hidden[None], committed_ids, whole.position_ids(self.device), passes)
+        return read if self.mask_hidden is None else read.unflatten(0, (len(counts), width))
 
     def _draw(
         self, hidden: torch.Tensor, anchor_ids: torch.Tensor, sampler: Sampler, num_tokens: int | None, *more: Any
@@ -191,10 +208,17 @@ class Eagle3DraftModel(DraftModel):
         # Where the block begins; a slot that was read without features is not counted.
         starts = [length + (count == 0) for length, count in zip(cache.lengths, counts, strict=False)]
         nodes, firsts = NodeSlots(starts, cache), cache.first_seen(starts)
+        slots, rows = None, None  # logits of P-EAGLE's slots, and which request each node of a level is of, if not one
+        if self.mask_hidden is not None:
+            slots = self.base_logits(self.norm(hidden[:, :num_tokens]))
         for depth in range(1, 1 + (num_tokens or self.config.block_size)):
-            normed = self.norm(hidden)
-            hidden = normed if self.config.norm_output else hidden
-            scores, candidate_ids = self.base_logits(normed), None
+            if slots is not None:
+                scores = of_nodes(slots, rows, depth - 1)
+            else:
+                normed = self.norm(hidden)
+                hidden = normed if self.config.norm_output else hidden
+                scores = self.base_logits(normed)
+            candidate_ids = None
             if top_k is not None:
                 scores, candidate_ids = largest(scores, top_k)
             if kept_ids is not None:  # the target's tokens
@@ -203,6 +227,9 @@ class Eagle3DraftModel(DraftModel):
             if level is None or depth == (num_tokens or self.config.block_size):
                 break
             tokens, parents = level
+            if slots is not None:
+                rows = parents if rows is None or parents is None else [rows[parent] for parent in parents]
+                continue
             if parents is None:
                 layout, sees = SlotLayout(tuple(start + depth - 1 for start in starts), (1,) * len(starts)), None
                 positions = cache.at_positions(layout).position_ids(self.device)
@@ -256,9 +283,13 @@ class Eagle3DraftModel(DraftModel):
         outputs = [hidden]
         positions = layout.position_ids.gather(1, slots)
         for step in range(1, self.config.block_size):
-            embeds = self.embed(labels[:, :, step - 1])
-            rotary = self.rotary(positions + step, embeds.dtype)
+            following = labels[:, :, step - 1]
             hidden = self.norm(hidden) if self.config.norm_output else hidden
+            if self.mask_hidden is not None:
+                following = torch.full_like(following, self.config.mask_token_id)
+                hidden = self.fuse(self.mask_hidden).expand_as(hidden)
+            embeds = self.embed(following)
+            rotary = self.rotary(positions + step, embeds.dtype)
             for index, layer in enumerate(self.layers):
                 hidden, *new = layer(hidden, embeds, rotary, ranges, None, *earlier[index])
                 earlier[index] += tuple(new)
