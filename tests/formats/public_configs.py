@@ -40,6 +40,19 @@ BLOCK: Config = {"block_size": 7, "mask_token_id": 151669, "target_layer_ids": T
 ROPE: Config = {"rope_parameters": {"rope_theta": 1e6, "rope_type": "default"}}
 
 
+DEEPSEEK_V4: Config = {
+    "architectures": ["DeepseekV4ForCausalLM"], "model_type": "deepseek_v4", "dspark_block_size": 5,
+    "dspark_noise_token_id": 128799, "dspark_target_layer_ids": [40, 41, 42], "dspark_markov_rank": 256,
+    "vocab_size": 129280, "hidden_size": 4096, "num_hidden_layers": 43, "num_attention_heads": 64, "head_dim": 512,
+    "num_key_value_heads": 1, "q_lora_rank": 1024, "o_lora_rank": 1024, "o_groups": 8, "qk_rope_head_dim": 64,
+    "n_routed_experts": 256, "n_shared_experts": 1, "num_experts_per_tok": 6, "moe_intermediate_size": 2048,
+    "hc_mult": 4, "hc_sinkhorn_iters": 20, "hc_eps": 1e-6, "routed_scaling_factor": 1.5, "swiglu_limit": 10.0,
+    "scoring_func": "sqrtsoftplus", "norm_topk_prob": True, "sliding_window": 128, "rope_theta": 10000,
+    "compress_ratios": [0, 0, *[4, 128] * 20, 4, 0, 0, 0], "num_nextn_predict_layers": 1, "expert_dtype": "fp4",
+    "quantization_config": {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]},
+}  # fmt: skip
+
+
 # ---- DeepSpec: a copy of the target's configuration, with the draft's own fields over it
 
 
@@ -111,9 +124,12 @@ DEEPSPEC = (
         "architectures is .*Qwen35",
     ),
     PublicConfig(
-        "deepseek-ai", "deepseek-ai/DeepSeek-V4-Flash-DSpark", "inside its target", "",
-        {"architectures": ["DeepseekV4ForCausalLM"], "model_type": "deepseek_v4", "dspark_block_size": 5},
-        "is no DSpark draft",
+        "deepseek-ai", "deepseek-ai/DeepSeek-V4-Flash-DSpark", "inside its target", "DSpark", DEEPSEEK_V4,
+        {"num_hidden_layers": 3, "num_target_layers": 43, "target_layer_ids": [40, 41, 42], "sliding_window": 128},
+    ),
+    PublicConfig(
+        "deepseek-ai", "deepseek-ai/DeepSeek-V4-Flash", "inside its target", "",
+        DEEPSEEK_V4 | {"dspark_block_size": None}, "is no DSpark draft",
     ),
 )  # fmt: skip
 

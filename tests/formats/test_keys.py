@@ -322,6 +322,7 @@ FIELDS = {
     "confidence_head_with_markov": [False], "sample_from_anchor": [False, True], "draft_vocab_size": [20],
     "attention_sinks": [True], "rope_interleaved": [True], "conv_kernel_size": [2],
     "num_experts": [4], "num_experts_per_tok": [1], "moe_intermediate_size": [8], "hc_mult": [2],
+    "q_lora_rank": [8], "o_lora_rank": [8], "o_groups": [2], "v4_heads": [True],
     "rope_parameters": [
         {"rope_type": "default", "rope_theta": 7000.0},
         {"rope_type": "default", "rope_theta": 7000.0, "partial_rotary_factor": 0.5},
@@ -336,6 +337,10 @@ TOGETHER = {
     "layer_types": {"sliding_window": 8}, "num_hidden_layers": {"layer_types": None},
 }  # fmt: skip
 TOGETHER |= dict.fromkeys(("num_experts_per_tok", "moe_intermediate_size"), {"num_experts": 4})
+OF_V4 = {"q_lora_rank": 8, "o_lora_rank": 6, "o_groups": 4, "num_key_value_heads": 1} | dict.fromkeys(
+    ("attention_k_eq_v", "attention_sinks", "rope_interleaved"), True
+)
+TOGETHER |= dict.fromkeys(("q_lora_rank", "o_lora_rank", "o_groups"), OF_V4)
 SLIDES = {"layer_types": ["sliding_attention"] * 2, "sliding_window": 8}
 TOGETHER |= dict.fromkeys(("sliding_window", "causal_sliding", "sliding_from_anchor"), SLIDES)
 # Calibration travels in a file beside the format, tensors tell of weights of the draft's own, the target of a norm in

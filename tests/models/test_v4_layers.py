@@ -18,6 +18,9 @@ KINDS = {
     "streams": {"hc_mult": 3},
     "v4": {"num_experts": 4, "num_experts_per_tok": 3, "moe_intermediate_size": 12, "hc_mult": 2}
     | {"layer_types": ["sliding_attention"] * 2, "sliding_window": 6},
+    "attention": {"q_lora_rank": 8, "o_lora_rank": 6, "o_groups": 2, "num_key_value_heads": 1, "v4_heads": True}
+    | dict.fromkeys(("attention_k_eq_v", "attention_sinks", "rope_interleaved"), True)
+    | {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}, "hc_mult": 2},
 }
 PROMPTS = [[3, 9, 12, 30, 7, 7, 21], [5, 11], [11, 4, 8, 8, 25, 13, 17, 31, 22, 6, 5, 39]]
 
@@ -106,6 +109,8 @@ def test_an_untrained_draft_starts_as_transformers_does(target):
         ({"num_experts": -1}, r"num_experts must lie in \[0, 4096\]"),
         ({"num_experts": 2, "num_experts_per_tok": 3}, r"num_experts_per_tok must lie in \[1, 2\]"),
         ({"num_experts": 2, "moe_intermediate_size": 0}, "moe_intermediate_size must lie in"),
+        ({"q_lora_rank": 8}, "num_key_value_heads must be 1 with q_lora_rank"),
+        (KINDS["attention"] | {"o_groups": 3}, "o_groups must divide 4 attention heads"),
         ({"hc_mult": 65}, r"hc_mult must lie in \[0, 64\]"),
         ({"hc_mult": 2, "sandwich_norms": True}, "sandwich_norms must be False with hyper-connections"),
     ],

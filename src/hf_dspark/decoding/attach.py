@@ -16,7 +16,7 @@ from transformers.utils import logging
 
 from ..files import one_line
 from ..models import publisher
-from ..models.auto import load_draft, loader_of, require_draft, require_target
+from ..models.auto import carries_a_draft, load_draft, loader_of, require_draft, require_target
 from ..models.modeling_draft import DraftModel
 from ..models.prompt_lookup import PromptLookup
 from ..scheduling.options import DecodingOptions
@@ -139,7 +139,11 @@ def attach(
     if draft == NGRAM:
         draft = PromptLookup(target)
     elif draft == MTP:
-        draft, options = MTPDraft(target, **options), {}
+        name, revision = target.config.name_or_path, getattr(target.config, "_commit_hash", None)
+        if name and carries_a_draft(name, revision=revision):
+            draft, options = name, {"revision": revision} | options
+        else:
+            draft, options = MTPDraft(target, **options), {}
     if isinstance(draft, str | os.PathLike):
         name = os.fspath(draft)
         draft = _found(target, options) if name == AUTO else _named(target, name, options)

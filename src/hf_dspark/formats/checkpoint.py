@@ -20,6 +20,7 @@ from transformers.utils import cached_file
 from transformers.utils.hub import extract_commit_hash
 
 from ..files import listed, shortened
+from .deepseek_v4 import bundled_parts, bundled_shape, bundled_weight, is_bundled, is_of_draft
 from .packed import packed_weights, shape_of, unpacked
 
 HUB_ARGUMENTS = ("cache_dir", "force_download", "local_files_only", "token", "revision", "subfolder", "proxies")
@@ -42,6 +43,7 @@ _FIELDS = {
         "markov": ("markov_rank", "markov_head_type"),
         "eh_proj|enorm": ("mtp",),
         "mask_hidden": ("mask_token_id", "target_layer_ids"),
+        r"\.attn\.(w[qo]_|wkv|(q|kv)_norm)|[qo]_[ab]_|kv_(proj|norm)": ("q_lora_rank", "o_lora_rank", "o_groups"),
         r"_hc\.|hc_head": ("hc_mult",),
         r"experts|mlp\.gate\.": ("num_experts", "moe_intermediate_size"),
         "confidence": ("enable_confidence_head", "confidence_head_with_markov"),
@@ -132,18 +134,30 @@ class Checkpoint(os.PathLike):
         parts = {name for names in self._packed.values() for name in names.values()}
         infos = {name: info for name, info in self._stored.items() if name not in parts}
         for weight, names in self._packed.items():
-            shape, state = self._stored[weight].shape, names.get("quant_state")
-            if state is not None:
-                shape = self._read(weight, {"quant_state": state}, shape_of)
-            infos[weight] = TensorInfo("F32", shape, self._stored[weight].file)
+            found = {part: self._stored[name] for part, name in names.items()}
+            if is_bundled(self._config):
+                shape = bundled_shape({part: (info.dtype, info.shape) for part, info in found.items()})
+            elif "quant_state" in names:
+                shape = self._read({"quant_state": names["quant_state"]}, shape_of)
+            else:
+                shape = found["weight"].shape
+            infos[weight] = TensorInfo("F32", shape, next(iter(found.values())).file)
         return infos
 
     @cached_property
     def _packed(self) -> dict[str, dict[str, str]]:
+        if is_bundled(self._config):
+            return bundled_parts(self._stored)
         return packed_weights(self._stored) if self.quantisation else {}
 
     @cached_property
     def _stored(self) -> dict[str, TensorInfo]:
+        everything = self._all_stored()
+        if not is_bundled(self._config):
+            return everything
+        return {name: info for name, info in everything.items() if is_of_draft(name)}
+
+    def _all_stored(self) -> dict[str, TensorInfo]:
         if (path := self._find(WEIGHTS_FILE)) is not None:
             return _read_header(path)
         if (index := self._find(INDEX_FILE)) is None:
@@ -166,7 +180,8 @@ class Checkpoint(os.PathLike):
         """Read tensors in the type they are stored in, on the mapped files until they are written to or moved; packed
         ones in float32."""
         loaded = self._load([name for name in names if name not in self._packed])
-        loaded |= {name: self._read(name, self._packed[name], unpacked) for name in names if name in self._packed}
+        read = bundled_weight if is_bundled(self._config) else unpacked
+        loaded |= {name: self._read(self._packed[name], read) for name in names if name in self._packed}
         for name, tensor in loaded.items():
             if tensor.is_floating_point() and not all(map(torch.isfinite, tensor.aminmax())):
                 raise ValueError(
@@ -186,14 +201,12 @@ class Checkpoint(os.PathLike):
                 raise _damaged(file, error) from None
         return loaded
 
-    def _read(
-        self, weight: str, parts: Mapping[str, str], function: Callable[[Mapping[str, torch.Tensor]], Any]
-    ) -> Any:
+    def _read(self, parts: Mapping[str, str], function: Callable[[Mapping[str, torch.Tensor]], Any]) -> Any:
         stored = self._load(parts.values())
         try:
             return function({part: stored[name] for part, name in parts.items()})
         except (ValueError, LookupError, TypeError, ArithmeticError, RuntimeError) as error:
-            raise _damaged(self._stored[weight].file, error) from None
+            raise _damaged(self._stored[next(iter(parts.values()))].file, error) from None
 
     def compare(self, expected: Mapping[str, torch.Tensor], places: Mapping[str, str] | None = None) -> None:
         """Raise a `ValueError` that lists every tensor that is missing, unexpected, of another shape or type.

@@ -340,7 +340,10 @@ NO_SUCCESSORS = {
     )
 }
 NO_V4_LAYERS = {
-    "its layers have no experts and no hyper-connections (num_experts, hc_mult)": lambda c: c.num_experts or c.hc_mult
+    "its layers have no experts, hyper-connections or attention of low rank (num_experts, hc_mult, q_lora_rank), and "
+    "its heads read states after the final norm (v4_heads)": lambda c: (
+        c.num_experts or c.hc_mult or c.q_lora_rank or getattr(c, "v4_heads", False)
+    )
 }
 ONLY_QWEN3_LAYERS = {
     **NO_SUCCESSORS,

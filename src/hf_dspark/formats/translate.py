@@ -8,6 +8,7 @@ from transformers import PreTrainedConfig
 
 from ..files import shortened
 from .checkpoint import Checkpoint
+from .deepseek_v4 import BUNDLED
 from .dflash import STRANGERS
 from .fields import ASKED, OMIT, REASONS, Format, Rules, Source, TargetFacts, has_embedding_norm, look_up
 from .keys import read_from, unfolded, unknown_keys
@@ -18,7 +19,7 @@ CLASS_NAMES = {"dspark": "DSparkDraftModel", "dspark_eagle3": "Eagle3DraftModel"
 
 def recognise(config: Source) -> Format | None:
     """Return the format of a `config.json`; `None` if it is our own, or unknown."""
-    return next((entry for entry in (*STRANGERS, *FORMATS) if entry.recognise(config)), None)
+    return next((entry for entry in (*STRANGERS, BUNDLED, *FORMATS) if entry.recognise(config)), None)
 
 
 def draft_model_type(config: Source) -> str | None:
@@ -83,7 +84,7 @@ def _told_by_tensors(checkpoint: Checkpoint, entry: Format) -> dict[str, Any]:
         shapes = {ours: checkpoint.tensors[theirs].shape for ours, theirs in stored_names(checkpoint).items()}
     except (ValueError, OSError):  # of a configuration alone, or of files that loading finds fault with
         return {}
-    return {name: tell(shapes) for name, tell in missing.items()}
+    return {places[name][0]: tell(shapes) for name, tell in missing.items()}
 
 
 def config_from_format(

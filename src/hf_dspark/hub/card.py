@@ -25,7 +25,7 @@ SHOWN_ARGUMENTS = (
 
 # What the one-file decoder of a repository knows of these fields; the first value is their default.
 DECODER_KNOWS = {"markov_head_type": ("vanilla", "gated", "rnn"), "markov_start": (0,), "conv_kernel_size": (0,)}
-DECODER_KNOWS |= {"num_experts": (0,), "hc_mult": (0,)}
+DECODER_KNOWS |= {"num_experts": (0,), "hc_mult": (0,), "q_lora_rank": (None,), "v4_heads": (False,)}
 
 # Of a card that transformers' Trainer makes.
 TRAINERS_FIELDS = {"finetuned_from", "tasks", "dataset", "dataset_tags", "dataset_args"}

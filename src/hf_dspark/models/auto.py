@@ -9,6 +9,7 @@ from transformers import PreTrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from ..formats.checkpoint import HUB_ARGUMENTS, Checkpoint
+from ..formats.deepseek_v4 import is_bundled
 from ..formats.translate import draft_model_type, recognise
 from .modeling_draft import DraftModel
 from .modeling_dspark import DSparkDraftModel
@@ -31,11 +32,18 @@ def load_draft(name_or_path: str | os.PathLike, **kwargs: Any) -> DraftModel:
 
 
 def names_a_draft(name_or_path: str | os.PathLike, **hub_kwargs: Any) -> bool:
-    """Tell whether a folder or repository holds a draft of any format; an `OSError` says that it cannot be read."""
+    """Tell whether a folder or repository holds a draft of any format, and no target; an `OSError` says that it cannot
+    be read."""
     try:
-        return draft_model_type(Checkpoint(name_or_path, **hub_kwargs).config) in DRAFTS
+        config = Checkpoint(name_or_path, **hub_kwargs).config
+        return draft_model_type(config) in DRAFTS and not is_bundled(config)
     except (ValueError, TypeError):  # whoever loads it says what is wrong
         return False
+
+
+def carries_a_draft(name_or_path: str | os.PathLike, **hub_kwargs: Any) -> bool:
+    """Tell whether a target's folder or repository also holds a DSpark draft."""
+    return is_bundled(Checkpoint(name_or_path, **hub_kwargs).config)
 
 
 def holds_tensors(name_or_path: str | os.PathLike, pattern: re.Pattern[str], **hub_kwargs: Any) -> bool:

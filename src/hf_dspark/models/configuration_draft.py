@@ -83,7 +83,8 @@ class DraftConfig(PreTrainedConfig):
         block_size (`int`): γ, the number of draft tokens.
         num_target_layers (`int`, *optional*): Layers of the target; `None` where a checkpoint does not say.
         target_layer_ids (`list[int]`): Tapped target layers: -1 is the embedding output, i the output of decoder
-            layer i. The last layer, which transformers reports after the final norm, is for MTP drafts alone.
+            layer i. The last layer, which transformers reports after the final norm, is for MTP drafts alone, and for
+            those of DeepSeek-V4, whose streams are read before that.
         draft_top_k (`int`, *optional*): Draft among k candidates of each slot only, which is as exact, and saves the
             Markov head's products with large vocabularies.
         draft_window (`int`, *optional*): How many tokens before the anchor blocks see in decoding, unless the options
@@ -117,6 +118,7 @@ class DraftConfig(PreTrainedConfig):
     mtp: ClassVar[bool] = False
     num_experts: ClassVar[int] = 0
     hc_mult: ClassVar[int] = 0
+    q_lora_rank: ClassVar[int | None] = None
     # Whether a block takes one pass per token; if so, each context slot also reads the committed token after it.
     is_autoregressive: ClassVar[bool] = False
     taps_by_depth: ClassVar[bool] = False  # whether `target_layer_ids` may be left to the depth of the target
@@ -196,7 +198,8 @@ class DraftConfig(PreTrainedConfig):
         counts_taps = len(ids) == self.num_target_layers and max(ids, default=0) > last
         whole = f"count all layers of the target, not the {len(ids)} that are tapped (target_layer_ids {ids})"
         yield not counts_taps, "num_target_layers", whole
-        yield self.mtp or all(-1 <= layer < last for layer in ids), "target_layer_ids", the_last
+        reads_last = self.mtp or self.target_model_type == "deepseek_v4"
+        yield all(-1 <= layer < last + reads_last for layer in ids), "target_layer_ids", the_last
         top_k = self.draft_top_k
         yield top_k is None or 1 <= top_k <= tokens, "draft_top_k", f"lie in [1, {tokens}], or be None"
         yield self.draft_window is None or self.draft_window >= 1, "draft_window", "be at least 1, or be None"

@@ -16,6 +16,10 @@ if TYPE_CHECKING:
 MARKOV_HEAD_TYPES = ("vanilla", "gated", "rnn", "selector", "domino")
 MAX_EXPERTS, MAX_STREAMS = 4096, 64
 LAYER_TYPES = ("full_attention", "sliding_attention")
+# What DeepSeek-V4's attention (`q_lora_rank`) has and others may have.
+V4_ATTENTION = {"num_key_value_heads": 1, "attention_k_eq_v": True, "attention_sinks": True, "rope_interleaved": True}
+V4_ATTENTION |= {"attention_bias": False, "attention_output_bias": False, "value_norm": False}
+V4_ATTENTION |= {"attention_scaling": None}
 # What makes a draft DFlash.
 WITHOUT_HEADS = {"markov_rank": 0, "enable_confidence_head": False, "confidence_head_with_markov": False}
 
@@ -67,6 +71,11 @@ class DSparkConfig(DraftConfig):
             of the shared one; `None` divides `intermediate_size` among those that read a token.
         hc_mult (`int`): Residual streams that manifold-constrained hyper-connections mix around attention and MLP
             (DeepSeek-V4 has 4); 0 for ordinary residuals.
+        q_lora_rank (`int`, *optional*): Rank of the queries of DeepSeek-V4's attention, in which one head of keys, of
+            which the last entries are turned, is also the values; `None` for ordinary attention.
+        o_lora_rank, o_groups (`int`): Rank of its output for each group of heads, and how many groups there are.
+        v4_heads (`bool`): The final norm stands before the LM head alone; the confidence head reads states without it,
+            and has no bias (DeepSeek-V4).
         kwargs: As for [`DraftConfig`]. Of `draft_top_k` candidates, three quarters are those with the best base
             logits, one quarter those that the Markov head favours most after the previous token.
 
@@ -113,6 +122,10 @@ class DSparkConfig(DraftConfig):
     num_experts_per_tok: int = 2
     moe_intermediate_size: int | None = None
     hc_mult: int = 0
+    q_lora_rank: int | None = None
+    o_lora_rank: int = 1024
+    o_groups: int = 8
+    v4_heads: bool = False
 
     def __post_init__(self, **kwargs: Any) -> None:
         if self.layer_types is None:
@@ -157,6 +170,12 @@ class DSparkConfig(DraftConfig):
         yield not experts or 1 <= reading <= experts, "num_experts_per_tok", f"lie in [1, {experts}]"
         yield width is None or 1 <= width <= most, "moe_intermediate_size", f"lie in [1, {most}]"
         yield 0 <= self.hc_mult <= MAX_STREAMS, "hc_mult", f"lie in [0, {MAX_STREAMS}]"
+        rank, groups, heads = self.q_lora_rank, self.o_groups, self.num_attention_heads
+        yield rank is None or 1 <= rank <= MAX_SIZES["hidden_size"], "q_lora_rank", "be positive, or be None"
+        yield 1 <= self.o_lora_rank <= MAX_SIZES["hidden_size"], "o_lora_rank", "be positive"
+        for name, value in V4_ATTENTION.items():
+            yield rank is None or getattr(self, name) == value, name, f"be {value} with q_lora_rank"
+        yield groups >= 1 and (rank is None or heads % groups == 0), "o_groups", f"divide {heads} attention heads"
         for name in ("sandwich_norms", "layer_scalar"):
             yield not (self.hc_mult and getattr(self, name)), name, "be False with hyper-connections (hc_mult)"
         temperatures, fits, regimes = self.sts_temperatures, self.confidence_fits, set(self.sibling_acceptance or ())

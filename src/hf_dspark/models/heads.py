@@ -176,7 +176,8 @@ class ConfidenceHead(nn.Module):
     def __init__(self, config: DSparkConfig) -> None:
         super().__init__()
         self.with_markov = config.confidence_head_with_markov
-        self.proj = nn.Linear(config.hidden_size + self.with_markov * config.markov_rank, 1)
+        size = config.hidden_size + self.with_markov * config.markov_rank
+        self.proj = nn.Linear(size, 1, bias=not config.v4_heads)
 
     def forward(self, hidden: torch.Tensor, embedding: torch.Tensor | None) -> torch.Tensor:
         features = torch.cat([hidden, embedding.to(hidden.dtype)], dim=-1) if self.with_markov else hidden

@@ -12,7 +12,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from .block_attention import CachedPass, KeyRanges, SlidingWindow
 from .configuration_draft import DraftConfig
-from .v4_layers import mixture_of_experts
+from .v4_layers import attention_parts, mixture_of_experts
 
 if TYPE_CHECKING:
     from .configuration_dspark import DSparkConfig
@@ -83,9 +83,7 @@ class DraftAttention(nn.Module):
         super().__init__()
         self.config, self.layer_idx = config, layer_idx
         self.scaling = config.head_dim**-0.5 if config.attention_scaling is None else config.attention_scaling
-        self.window = None
-        if config.layer_types is not None and config.layer_types[layer_idx] == "sliding_attention":
-            self.window = SlidingWindow(config.sliding_window, config.sliding_from_anchor, config.causal_sliding)
+        self.window = window_of(config, layer_idx)
         query_size = config.num_attention_heads * config.head_dim
         key_size = config.num_key_value_heads * config.head_dim
         self.q_proj = nn.Linear(input_size, query_size, bias=config.attention_bias)
@@ -120,6 +118,48 @@ class DraftAttention(nn.Module):
 
     def _heads(self, states: torch.Tensor, norm: nn.Module) -> torch.Tensor:
         return norm(states.unflatten(-1, (-1, self.config.head_dim))).transpose(1, 2)
+
+
+class V4Attention(nn.Module):
+    """Attention as DeepSeek-V4's draft has it, called as a [`DraftAttention`] is: queries and outputs pass matrices of
+    low rank, and one normed projection, turned in its last entries, is key and value of all heads."""
+
+    def __init__(self, config: DraftConfig, layer_idx: int) -> None:
+        super().__init__()
+        self.config, self.layer_idx, self.scaling = config, layer_idx, config.head_dim**-0.5
+        self.window, theirs = window_of(config, layer_idx), attention_parts(config)
+        for name, part in theirs.named_children():
+            self.add_module(name, part)
+        self.attention_sink_bias = nn.Parameter(torch.zeros(config.num_attention_heads))
+
+    def forward(
+        self,
+        queries: torch.Tensor,
+        keys: torch.Tensor,
+        query_rotary: Rotary,
+        key_rotary: Rotary,
+        attending: Attending,
+        *earlier: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        query = self.q_b_proj(self.q_a_norm(self.q_a_proj(queries))).unflatten(-1, (-1, self.config.head_dim))
+        query = rotate_last(self.q_b_norm(query).transpose(1, 2), *query_rotary)
+        key = rotate_last(self.kv_norm(self.kv_proj(keys))[:, None], *key_rotary)
+        attended = attending.attend(self, query, key, key, *earlier).transpose(1, 2)
+        # Values were turned, as keys, by their positions: turned back by the query's, what is left is the distance.
+        attended = rotate_last(attended, query_rotary[0], -query_rotary[1]).transpose(1, 2).flatten(2)
+        return self.o_b_proj(self.o_a_proj(attended.unflatten(-1, (self.config.o_groups, -1))).flatten(2)), key, key
+
+
+def rotate_last(states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Apply interleaved rotary embedding to the last `rotary_dim` entries of `[B, heads, rows, head_dim]`."""
+    size = cos.shape[-1]
+    return torch.cat([states[..., :-size], rotate(states[..., -size:], cos, sin, interleaved=True)], dim=-1)
+
+
+def window_of(config: DraftConfig, layer_idx: int) -> SlidingWindow | None:
+    if config.layer_types is None or config.layer_types[layer_idx] != "sliding_attention":
+        return None
+    return SlidingWindow(config.sliding_window, config.sliding_from_anchor, config.causal_sliding)
 
 
 class DSparkMLP(nn.Module):
@@ -171,7 +211,8 @@ class DraftLayer(GradientCheckpointingLayer):
 
     def __init__(self, config: DraftConfig, layer_idx: int, input_size: int) -> None:
         super().__init__()
-        self.self_attn = DraftAttention(config, layer_idx, input_size)
+        of_v4 = config.q_lora_rank is not None
+        self.self_attn = V4Attention(config, layer_idx) if of_v4 else DraftAttention(config, layer_idx, input_size)
         self.mlp = mixture_of_experts(config) if config.num_experts else DSparkMLP(config)
         self.sandwich_norms = config.sandwich_norms
         self.input_layernorm = DSparkRMSNorm(config.hidden_size, config.rms_norm_eps)

@@ -18,7 +18,7 @@ from .block_attention import BlockLayout, CachedPass, KeyRanges
 from .configuration_dspark import DSparkConfig
 from .fixed_cache import FixedBlocks
 from .heads import MARKOV_HEADS, ConfidenceHead, Successors, with_successors
-from .layers import Attending, BlockConvolution, DraftLayer, DSparkRMSNorm, DSparkRotaryEmbedding, Rotary
+from .layers import Attending, BlockConvolution, DraftLayer, DSparkRMSNorm, DSparkRotaryEmbedding, Rotary, V4Attention
 from .losses import SlotLogits
 from .modeling_draft import DraftModel
 from .slot_cache import SlotCache, SlotLayout
@@ -116,6 +116,8 @@ class DSparkDraftModel(DraftModel):
         init_v4_weights(module, self.config.initializer_range)
         if isinstance(module, DSparkLayer) and module.layer_scalar is not None:
             nn.init.ones_(module.layer_scalar)
+        elif isinstance(module, V4Attention):
+            nn.init.zeros_(module.attention_sink_bias)
         elif isinstance(module, BlockConvolution):
             nn.init.zeros_(module.kernel_projection.weight)
         elif self.markov_head is not None and module is self.markov_head.markov_w2:
@@ -144,7 +146,8 @@ class DSparkDraftModel(DraftModel):
     def backbone(
         self, block_embeds: torch.Tensor, features: torch.Tensor, position_ids: torch.Tensor, attending: Attending
     ) -> torch.Tensor:
-        """Run the parallel stage from embedded anchor and mask tokens `[B, Q, d]` to h, after the final norm.
+        """Run the parallel stage from embedded anchor and mask tokens `[B, Q, d]` to h, after the final norm (with
+        `v4_heads`, before it).
 
         Features `[B, C, m*d]` are of the context rows that are not cached yet, positions `[B, C+Q]` of those, then of
         the block rows. In a [`CachedPass`], B = 1, and the rows of all requests are packed. DSpark Eq. 2-3.
@@ -156,7 +159,14 @@ class DSparkDraftModel(DraftModel):
             hidden = hidden[:, :, None].repeat(1, 1, self.config.hc_mult, 1)
         for layer in self.layers:
             hidden = layer(hidden, context, rotary, attending)
-        return self.norm(hidden if self.hc_head is None else self.hc_head(hidden))
+        hidden = hidden if self.hc_head is None else self.hc_head(hidden)
+        return hidden if self.config.v4_heads else self.norm(hidden)
+
+    def base_logits(self, block_hidden: torch.Tensor) -> torch.Tensor:
+        return super().base_logits(self._before_lm_head(block_hidden))
+
+    def _before_lm_head(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.norm(hidden) if self.config.v4_heads else hidden
 
     def _read(
         self, anchor_ids: torch.Tensor, features: torch.Tensor, cache: SlotCache, counts: Sequence[int], *more: Any
@@ -264,14 +274,15 @@ class DSparkDraftModel(DraftModel):
         self, input_ids: torch.Tensor, features: torch.Tensor, layout: BlockLayout, labels: torch.Tensor
     ) -> tuple[SlotLogits, torch.Tensor | None]:
         hidden = self.block_hidden(input_ids, features, layout, labels)
-        inputs, parameters, embedding = [self.predicting(hidden)], [], None
+        read, parameters, embedding = self.predicting(hidden), [], None
+        inputs = [self._before_lm_head(read)]
         if self.markov_head is not None:
             # x*_{k-1} of each slot. An anchor's slot that predicts nothing passes through a recurrent head, too.
             anchor_ids = input_ids.gather(1, layout.anchor_positions)[:, :, None]
             anchor_ids = anchor_ids.expand(-1, -1, 1 + self.config.num_slots - self.config.block_size)
             embedding = self.markov_embedding(torch.cat([anchor_ids, labels[..., :-1]], dim=-1))
             if not self.markov_head.reads_anchor_slot:
-                embedding, hidden = self.predicting(embedding), inputs[0]
+                embedding, hidden = self.predicting(embedding), read
             transitions = self.predicting(self.markov_head.teacher_forced(embedding, hidden))  # Eq. 5-6
             start = self.config.markov_start
             inputs.append(F.pad(transitions[..., start:, :], (0, 0, start, 0)))  # zeros have no bias
@@ -280,11 +291,11 @@ class DSparkDraftModel(DraftModel):
         logits = SlotLogits(
             self._slot_logits, tuple(inputs), self.config.vocab_size, tuple(parameters), self.draft_token_ids()
         )
-        return logits, None if self.confidence_head is None else self.confidence_head(inputs[0], embedding)  # Eq. 7
+        return logits, None if self.confidence_head is None else self.confidence_head(read, embedding)  # Eq. 7
 
     def _slot_logits(self, hidden: torch.Tensor, *transitions: torch.Tensor) -> torch.Tensor:
         """Return U_k + B_k of the tokens that the draft can propose. DSpark Eq. 4."""
-        logits = self.base_logits(hidden)
+        logits = super().base_logits(hidden)
         return logits if self.markov_head is None else logits + self.markov_head.bias(*transitions)
 
 

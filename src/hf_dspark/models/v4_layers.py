@@ -1,4 +1,4 @@
-"""What DeepSeek-V4's layers add, by the modules of transformers: a mixture of experts, and hyper-connections."""
+"""What DeepSeek-V4's layers have, by the modules of transformers: experts, hyper-connections, low-rank attention."""
 
 from collections.abc import Callable
 from typing import TYPE_CHECKING
@@ -23,6 +23,11 @@ def hyper_connection(config: "DSparkConfig") -> nn.Module:
 def hyper_head(config: "DSparkConfig") -> nn.Module:
     """Return what makes one state `[B, Q, d]` of the streams after the last layer."""
     return _made("DeepseekV4HyperHead", config)
+
+
+def attention_parts(config: "DSparkConfig") -> nn.Module:
+    """Return attention whose submodules are taken; its pass is that of transformers' caches."""
+    return _made("DeepseekV4Attention", config, 0)
 
 
 def connected(
@@ -54,7 +59,11 @@ def _made(kind: str, config: "DSparkConfig", *more: int) -> nn.Module:
 
     names = ["hidden_size", "hidden_act", "rms_norm_eps", "mlp_bias"]
     names += ["num_experts_per_tok", "moe_intermediate_size"] if config.num_experts else []
+    names += (
+        ["num_attention_heads", "head_dim", "q_lora_rank", "o_lora_rank", "o_groups"] if config.q_lora_rank else []
+    )
     facts = {name: getattr(config, name) for name in names} | {"n_routed_experts": config.num_experts}
-    found = DeepseekV4Config(num_hidden_layers=1, mlp_layer_types=["moe"], hc_mult=config.hc_mult, **facts)
+    kinds = {"mlp_layer_types": ["moe"], "layer_types": ["sliding_attention"]}
+    found = DeepseekV4Config(num_hidden_layers=1, hc_mult=config.hc_mult, **kinds, **facts)
     found._experts_implementation = "grouped_mm"  # no shape depends on the routing: passes can be compiled
     return getattr(modeling_deepseek_v4, kind)(found, *more)

@@ -19,7 +19,7 @@ class FeatureCapture:
     """While entered or attached, keeps the tapped hidden states of the latest pass through a target's layers.
 
     Tapped are `target_layer_ids`: -1 for the embedding output (the input of layer 0), i for the output of layer i; of
-    the last layer, what transformers reports, after the final norm.
+    the last layer, what transformers reports, after the final norm, but for DeepSeek-V4.
     """
 
     def __init__(self, support: TargetSupport, target_layer_ids: Sequence[int]) -> None:
@@ -29,7 +29,9 @@ class FeatureCapture:
         self.target_layer_ids = tuple(target_layer_ids)
         self._captured: dict[int, torch.Tensor] = {}
         self._thread = 0  # that runs the passes: others may run their own at the same time
-        places = [*layers[:-1], support.decoder] if len(layers) - 1 in self.target_layer_ids else layers
+        # DeepSeek-V4's draft reads the mean of the last streams.
+        whole = len(layers) - 1 in self.target_layer_ids and support.text.model_type != "deepseek_v4"
+        places = [*layers[:-1], support.decoder] if whole else layers
         tapped = [(layer_id, places[max(0, layer_id)]) for layer_id in self.target_layer_ids]
         self._taps = [(layer, partial(self._keep, layer_id)) for layer_id, layer in tapped]
         self._traced_taps = [(layer, partial(_keep_traced, layer_id)) for layer_id, layer in tapped]
