@@ -450,8 +450,8 @@ def model(name: str) -> str:
 
 
 def file(path: str) -> str:
-    """Accept a file that is there, and stdin."""
-    if path != "-" and not Path(path).is_file():
+    """Accept a file that is there, a pipe, and stdin."""
+    if path != "-" and not (Path(path).is_file() or Path(path).is_fifo()):
         raise ArgumentTypeError(f"there is no file {path}")
     return path
 

@@ -6,13 +6,16 @@ import gzip
 import io
 import json
 import lzma
+import os
 import sys
+import threading
 
 import pytest
 
 from hf_dspark.data.prompts import Prompt, read_prompt_file
 from hf_dspark.data.row_files import open_table, read_rows
 from hf_dspark.files import shortened
+from hf_dspark_cli.parser import file as file_option
 
 ROWS = [{"prompt": "what\u2028is", "completion": "up", "n": 1}, {"prompt": "ïs 'it'?", "completion": "só", "n": 2}]
 TEXT = {row["prompt"]: row for row in ROWS}
@@ -184,6 +187,15 @@ def test_files_that_are_not_read_say_what_to_do(tmp_path, name, content, words):
     (tmp_path / name).write_bytes(content)
     with pytest.raises(ValueError, match=words):
         read_prompt_file(str(tmp_path / name))
+
+
+def test_a_pipe_is_read_once(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    writer = threading.Thread(target=(tmp_path / "pipe").write_text, args=('"a"\n"b"\n',), daemon=True)
+    writer.start()
+    assert file_option(str(tmp_path / "pipe"))
+    assert read_prompt_file(str(tmp_path / "pipe")).prompts == [Prompt("a"), Prompt("b")]
+    writer.join(timeout=9)
 
 
 def test_a_folder_is_no_file(tmp_path):

@@ -232,6 +232,26 @@ def test_other_quantisations_are_refused_before_weights_are_read(tmp_path, metho
         load_draft(folder)
 
 
+@pytest.mark.parametrize("packs", [True, False])
+def test_sizes_that_bitsandbytes_cannot_pack_are_refused(tmp_path, monkeypatch, make_target, make_draft, packs):
+    import bitsandbytes
+
+    init = bitsandbytes.nn.Linear4bit.__init__
+
+    def on_a_cpu(self, *args, **kwargs):
+        init(self, *args, **kwargs)
+        self.support_avx512bf16_for_cpu = packs
+
+    monkeypatch.setattr(bitsandbytes.nn.Linear4bit, "__init__", on_a_cpu)
+    make_draft(make_target()).save_pretrained(tmp_path)
+    given = {"quantization_config": BitsAndBytesConfig(load_in_4bit=True)}
+    if packs:
+        with pytest.raises(ValueError, match="weights of 32 rows and 64 columns.*q_proj has 48 x 32.*load_in_8bit"):
+            load_draft(tmp_path, **given)
+    else:
+        assert load_draft(tmp_path, **given).is_quantized
+
+
 def test_quantised_drafts_are_not_converted(tmp_path):
     draft = load_draft(PAIR / "draft", quantization_config=BitsAndBytesConfig(load_in_8bit=True))
     draft.save_pretrained(tmp_path / "stored")

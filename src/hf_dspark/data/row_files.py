@@ -65,13 +65,13 @@ def open_table(path: str) -> Any | None:
 
 
 def read_rows(path: str) -> RowFile:
-    """Read a file, `-` for stdin: JSON Lines, a JSON array, `{"data": [...]}` or columns, CSV, TSV, or Parquet.
+    """Read a file or a pipe: JSON Lines, a JSON array, `{"data": [...]}` or columns, CSV, TSV, or Parquet.
 
-    Text may be UTF-8, 16 or 32, with or without a byte-order mark, and packed by gzip, bzip2 or xz.
+    `-` is stdin. Text may be UTF-8, 16 or 32, with or without a byte-order mark, and packed by gzip, bzip2 or xz.
     """
     if Path(path).is_dir():
         raise ValueError(f"{path} is a folder: name a file in it")
-    if path != STDIN and not Path(path).is_file():
+    if path != STDIN and not (Path(path).is_file() or Path(path).is_fifo()):
         raise ValueError(f"{path}: there is no such file. Name a JSON Lines file, or pass a list of prompts")
     if (table := open_table(path)) is not None:
         return RowFile(list(enumerate(table, start=1)), [], "row")

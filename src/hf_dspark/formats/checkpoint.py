@@ -32,6 +32,7 @@ MAX_CONFIG_BYTES, MAX_INDEX_BYTES = 2**20, 2**25
 NOT_OURS = {"t2d"}  # speculators stores with it what d2t says already
 
 _SHARD_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,200}\.safetensors")
+_PICKLED = (".bin", ".pt", ".pth", ".ckpt")
 _FLOATING = ("F64", "F32", "F16", "BF16")
 _QUANTISED = re.compile(
     r" (U8|I8|I32|F8_\w+|F4)$|_packed|packed_|qweight|qzeros|weight_scale|input_scale|_amax|absmax|quant_state"
@@ -161,11 +162,15 @@ class Checkpoint(os.PathLike):
         if (path := self._find(WEIGHTS_FILE)) is not None:
             return _read_header(path)
         if (index := self._find(INDEX_FILE)) is None:
-            raise ValueError(
-                f"{self.name} has no {WEIGHTS_FILE} and no {INDEX_FILE} {self._where}. Pickled weights (.bin, .pt) "
-                "can run any code when they are read, and are never loaded: convert them where that does no harm, "
-                "safetensors.torch.save_file(torch.load(file, weights_only=True), 'model.safetensors')"
-            )
+            names = ("any .bin",) if self._folder is None else map(str, self._folder.iterdir())
+            cure = "Save or download it with its weights"
+            if any(name.endswith(_PICKLED) for name in names):
+                cure = (
+                    "Pickled weights (.bin, .pt) can run any code when they are read, and are never loaded: convert "
+                    "them where that does no harm, "
+                    "safetensors.torch.save_file(torch.load(file, weights_only=True), 'model.safetensors')"
+                )
+            raise ValueError(f"{self.name} has no {WEIGHTS_FILE} and no {INDEX_FILE} {self._where}. {cure}")
         weight_map, infos = _read_index(index), {}
         for file in sorted(set(weight_map.values())):
             if (shard := self._find(file)) is None:

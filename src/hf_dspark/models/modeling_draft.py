@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import BitsAndBytesConfig, PreTrainedConfig, PreTrainedModel
 
-from ..files import shortened
+from ..files import listed, shortened
 from ..formats.checkpoint import HUB_ARGUMENTS, QUANTISATION, Checkpoint, kept_tokens_mask
 from ..formats.translate import places_of, stored_names
 from ..sampling.drafts import Drafts, Sampler
@@ -132,6 +132,7 @@ class DraftModel(PreTrainedModel):
         # Given the tensors, transformers looks for no files, adapters or code of its own.
         loaded = super().from_pretrained(None, *args, config=config, state_dict=tensors, **kwargs)
         model = loaded[0] if isinstance(loaded, tuple) else loaded
+        _check_packable(model)
         model.name_or_path = model.config.name_or_path = checkpoint.name
         model.config._commit_hash = checkpoint.revision
         model.brought = brought
@@ -419,6 +420,21 @@ def _quantisation(given: Any, checkpoint: Checkpoint) -> BitsAndBytesConfig | No
     given = copy.deepcopy(given)
     given.llm_int8_skip_modules = sorted({*(given.llm_int8_skip_modules or ()), *_NOT_QUANTISED})
     return given
+
+
+def _check_packable(model: nn.Module) -> None:
+    """Raise a `ValueError` where bitsandbytes, on some CPUs, cannot pack weights of 4 bits at their first use."""
+    odd = []
+    for name, module in model.named_modules():
+        state = getattr(getattr(module, "weight", None), "quant_state", None)
+        if state is not None and getattr(module, "support_avx512bf16_for_cpu", False) and module.weight.is_cpu:
+            rows, columns = state.shape
+            odd += [f"{name} has {rows} x {columns}"] * bool(rows % 32 or columns % state.blocksize)
+    if odd:
+        raise ValueError(
+            "with 4 bits on this CPU, bitsandbytes needs weights of 32 rows and 64 columns, or multiples of them, and "
+            f"{listed(odd, 3)}: load the draft with load_in_8bit=True, unquantised, or on a GPU"
+        )
 
 
 def _unpack_for_cpu(model: nn.Module) -> None:
