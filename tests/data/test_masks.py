@@ -211,6 +211,15 @@ def test_a_conversation_that_went_through_the_template_trains_its_answers_alone(
     said = other.apply_chat_template(TWO_TURNS, tokenize=False)
     row = {column: said if column == "text" else other.apply_chat_template(TWO_TURNS)["input_ids"]}
     assert supervised(tokenize_example(row, other), other) == ENDED
+    endless = make_tokenizer("{% for m in messages %}{{ '<' + m.role + '> ' + m.content + ' ' }}{% endfor %}"
+                             "{{ '<assistant> ' if add_generation_prompt }}")  # fmt: skip
+    said = endless.apply_chat_template(TWO_TURNS, tokenize=False)
+    ids = endless(said)["input_ids"]
+    with pytest.raises(ValueError, match="no tokens that tell who says what: pass 'messages'"):
+        tokenize_example({column: said if column == "text" else ids}, endless)
+    given = {"input_ids": ids, "loss_mask": [place % 2 for place in range(len(ids))]}
+    assert tokenize_example(given, endless) == given
+    assert 0 not in tokenize_example({"text": "what <assistant> is"}, endless)["loss_mask"]
     plain = "what <|im_end|> is"
     row = {column: plain if column == "text" else tokenizer(plain)["input_ids"]}
     assert 0 not in tokenize_example(row, tokenizer)["loss_mask"]

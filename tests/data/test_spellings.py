@@ -250,6 +250,8 @@ def test_an_answer_that_its_length_ended_has_no_end():
         ({"label": True}, ENDED), ({"label": 3}, ENDED), ({"train_on_inputs": False}, ENDED),
         ({"mask_history": True}, "mask_history: True cannot"), ({"train_on_last_turn": 1}, "train_on_last_turn: 1"),
         ({"only_last": True}, "only_last: True"),
+        ({"mask": "User"}, ENDED), ({"mask": "human"}, ENDED), ({"mask": "Assistant"}, "mask: 'assistant' cannot"),
+        ({"mask": [0, 1]}, r"mask: \[0, 1\] cannot .*'loss_mask'"),
         ({"mask_history": False}, ENDED), ({"weight": 0.5}, "weight: 0.5 cannot be honoured"),
         ({"train_on_input": True}, "train_on_input: True can"), ({"mask_prompt": False}, "mask_prompt: False can"),
         ({"loss_scale": [1, 2]}, r"loss_scale: \[1, 2\] cannot"),

@@ -223,12 +223,10 @@ class Chat:
         of a turn that began before; `None` where no turn of this template begins.
         """
         turn = self.tokenizer.chat_template and _turn(self.tokenizer, str(self.tokenizer.chat_template))
-        starts = turn and [
-            place for place in range(len(token_ids)) if tuple(token_ids[place : place + len(turn[0])]) == turn[0]
-        ]
-        if not starts:
+        header, ends = turn[:2] if turn else ((), set())
+        starts = [place for place in range(len(token_ids)) if tuple(token_ids[place : place + len(header)]) == header]
+        if not header or not starts:
             return None
-        header, ends = turn
         bos = self.tokenizer.bos_token_id
         begin = next((place for place, token in enumerate(token_ids) if token != bos and self.is_special(token)), 0)
         found = [2] * begin + [0] * (len(token_ids) - begin)
@@ -243,6 +241,18 @@ class Chat:
                     break
                 place += 1
         return found
+
+    def refuse_rendered(self, token_ids: Sequence[int]) -> None:
+        """Raise a `ValueError` if these look like turns of a template that has no tokens to tell them by."""
+        turn = self.tokenizer.chat_template and _turn(self.tokenizer, str(self.tokenizer.chat_template))
+        if not turn or turn[0] or not turn[3]:
+            return
+        before, said, _ = self.tokenizer.decode(token_ids).partition(turn[3])
+        if said and turn[2] in before:
+            raise ValueError(
+                f"it went through the chat template of {self._name}, which has no tokens that tell who says what: "
+                "pass 'messages', or input_ids with a loss_mask"
+            )
 
     def _seam(self, text: str, token_ids: list[int], after: bool = False) -> int:
         """Return how many tokens belong to a text that the whole begins with; one across the seam to neither side."""
@@ -286,22 +296,24 @@ def _marks_in(marked: str) -> tuple[str, Spans]:
 
 
 @functools.lru_cache(maxsize=8)
-def _turn(tokenizer: PreTrainedTokenizerBase, template: str) -> tuple[tuple[int, ...], set[int]] | None:
-    """Return the tokens that a template begins an answer with, and those that end it; `None` if they are no tokens."""
+def _turn(tokenizer: PreTrainedTokenizerBase, template: str) -> tuple[tuple[int, ...], set[int], str, str] | None:
+    """Return the tokens that a template begins an answer with, none if these tell nothing, those that end it, and the
+    words that begin a question and an answer; `None` if it cannot be asked."""
     del template  # a tokenizer's may be changed
     chat, talk = Chat(tokenizer, None, {}), [("user", "asks"), ("assistant", "answers"), ("user", "adds")]
     messages: Messages = [{"role": role, "content": f"\ue000{said}\ue000"} for role, said in talk]
     try:
         asked, prompt = (chat.render(messages[:1], add_generation_prompt=given) for given in (False, True))
-        _, between, after, _ = re.split("\ue000(?:asks|answers|adds)\ue000", chat.render(messages))
+        first, between, after, _ = re.split("\ue000(?:asks|answers|adds)\ue000", chat.render(messages))
     except ValueError:  # refused, or not all of it rendered
         return None
     begun = between.removeprefix(asked.partition("asks\ue000")[2])
     header = os.path.commonprefix([prompt.removeprefix(asked), begun]).strip() or between.strip()
+    question = os.path.commonprefix([first[::-1], after[::-1]])[::-1].strip()
     header_ids, ends = chat.rendered_ids(header), chat.rendered_ids(after.strip())[:1]
     if not any(map(chat.is_special, ends)) or not (len(header_ids) > 1 or any(map(chat.is_special, header_ids))):
-        return None
-    return tuple(header_ids), {*ends, tokenizer.eos_token_id}
+        header_ids = []
+    return tuple(header_ids), {*ends, tokenizer.eos_token_id}, question, header
 
 
 def _common_prefix(first: Sequence[Any], second: Sequence[Any]) -> int:

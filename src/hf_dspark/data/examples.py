@@ -102,6 +102,8 @@ def _within_answers(
 ) -> list[int]:
     """Return a mask without what the template gives; columns that claim what others say are refused."""
     if answers is None:
+        if not names and chat.tokenizer is not None:
+            chat.refuse_rendered(token_ids)
         return mask
     claimed = [token for token, flag, answer in zip(token_ids, mask, answers, strict=True) if flag and not answer]
     if names and (words := chat.tokenizer.decode(claimed, skip_special_tokens=True).strip()):

@@ -38,6 +38,7 @@ _ROW_REFUSED = {
     **dict.fromkeys(("train_on_input", "train_on_inputs", "train_on_prompt", "mask_history"), 0),
     **dict.fromkeys(("train_on_last_turn", "train_only_last_turn", "train_on_last_turn_only", "only_last"), 0),
     "mask_prompt": 1,
+    "mask": "user",  # NeMo's: whose turns have no loss
 }
 
 
@@ -62,7 +63,9 @@ def canonical(row: Mapping[str, Any]) -> dict[str, Any]:
             given["messages"] = messages  # with the prompt
     if given.get("finish_reason") == "length":  # as servers say it
         given.setdefault("finished", False)
-    for name in given.keys() & {"finished", "enable_thinking", *_ROW_WISHES, *_ROW_REFUSED}:
+    if isinstance(given.get("mask"), str):
+        given["mask"] = ROLES.get(given["mask"].lower(), given["mask"])
+    for name in given.keys() & {"finished", "enable_thinking", *_ROW_WISHES, *_ROW_REFUSED} - {"mask"}:
         if isinstance(given[name], str):  # CSV
             given[name] = parsed(given[name].lower(), name)
     return given
@@ -266,7 +269,8 @@ def _wishes(given: Mapping[str, Any], names: Mapping[str, int], refused: Mapping
         if isinstance(value, list | dict) or value not in ((refused[name],) if name in refused else (0, 1)):
             raise ValueError(
                 f"{where}{name}: {shortened(value)} cannot be honoured: what the target writes is supervised, each "
-                "answer whole or not at all; say 'weight': 0 of messages and rows that are context only"
+                "answer whole or not at all; say 'weight': 0 of messages and rows that are context only, and give "
+                "tokens a 'loss_mask'"
             )
         wishes += [value == names[name]] if name in names else []
     return wishes
