@@ -397,6 +397,8 @@ def _add_target(parser: ArgumentParser, served: bool = False, name: str = "--tar
         parser.add_argument("model", type=model, metavar="MODEL", help="folder, or Hub id with or without @REVISION")
         what = "Hub id or folder of its draft, or mtp, its own module; auto looks for one, ngram copies (%(default)s)"
         parser.add_argument("--draft", type=model, default="auto", metavar="MODEL", help=what)
+        what = "for beginnings of prompts, which are computed once; 0 is none (%(default)s)"
+        parser.add_argument("--prefix_memory", type=within(int, 0), default=1024, metavar="MIB", help=what)
     else:
         required = {"required": True} if name == "--target" else {}
         add(name, type=model, metavar="MODEL", help="Hub id or folder of the target", **required)

@@ -24,6 +24,7 @@ from transformers.cli.serving.model_manager import ModelManager
 from transformers.cli.serving.utils import BaseHandler, GenerateManager, _GenerationCancelled, _StreamError
 
 from hf_dspark.decoding.attach import AUTO, MTP, NGRAM, attach
+from hf_dspark.decoding.prefixes import PrefixMemory
 from hf_dspark.decoding.reversible import JsonGrammars, XGrammarProcessor
 from hf_dspark.decoding.together import Asked, decode_waiting
 from hf_dspark.hub.inspection import memory_needed
@@ -44,9 +45,10 @@ class _Server(Serve):
 class _Manager(GenerateManager):
     """Lets answers of several clients be decoded together, each with its own grammar."""
 
-    def __init__(self) -> None:
+    def __init__(self, prefix_bytes: int) -> None:
         super().__init__()
         self._waiting: deque[Asked] = deque()
+        self.prefixes = PrefixMemory(prefix_bytes)
 
     def generate_streaming(self, model: PreTrainedModel, *rest: Any, **options: Any):
         return super().generate_streaming(self._asking(model), *rest, **options)
@@ -63,7 +65,7 @@ class _Manager(GenerateManager):
         if (streamer := given.get("streamer")) is not None:
             asked.outcome.add_done_callback(functools.partial(_tell, streamer))
         self._waiting.append(asked)
-        self._thread.submit(decode_waiting, self._waiting)
+        self._thread.submit(decode_waiting, self._waiting, self.prefixes)
         return asked.outcome
 
     def submit(self, fn: Callable, *args: Any, **kwargs: Any) -> Future:
@@ -163,15 +165,19 @@ def _memory(options: Namespace) -> dict[str, int]:
     return {
         "weights": sum(weights for weights, _ in needed),
         "kv_cache_of_1000_tokens": 1000 * sum(cache for _, cache in needed),
+        "prefixes": options.prefix_memory << 20,
         "free": device["cpu"] if on_cpu else sum(free for where, free in device.items() if where != "cpu"),
     }
 
 
 def _memory_text(memory: dict[str, int]) -> str:
-    weights, cache, free = (f"{memory[name] / 2**20:,.0f} MiB" for name in memory)
-    said = f"memory: {weights} for weights, {cache} for each 1,000 tokens that are cached; {free} are free"
-    fits = memory["weights"] + memory["kv_cache_of_1000_tokens"] < memory["free"]
-    return said if fits else f"{said}: it will not fit, take a smaller model or --load_in_4bit"
+    weights, cache, prefixes, free = (f"{memory[name] / 2**20:,.0f} MiB" for name in memory)
+    said = (
+        f"memory: {weights} for weights, {cache} for each 1,000 tokens that are cached, {prefixes} at most for "
+        f"beginnings of prompts; {free} are free"
+    )
+    fits = sum(memory.values()) - memory["free"] < memory["free"]
+    return said if fits else f"{said}: it will not fit, take a smaller model, --load_in_4bit or less --prefix_memory"
 
 
 @contextmanager
@@ -213,7 +219,7 @@ def _loaded(
     os.chdir(around)
     try:
         serve = _Server(name, non_blocking=True, **settings)
-        serve._generation_state._generate_managers[served["id"]] = _Manager()
+        serve._generation_state._generate_managers[served["id"]] = _Manager(options.prefix_memory << 20)
 
         @functools.cache
         def grammars() -> JsonGrammars:

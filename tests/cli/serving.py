@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 from transformers.utils.import_utils import is_serve_available
 
 from hf_dspark.decoding.attach import Attachment, attachment_of
+from hf_dspark.decoding.prefixes import PrefixMemory
 from hf_dspark_cli.parser import parse
 from hf_dspark_cli.serve import LOOPBACK, _listen, _loaded
 
@@ -28,6 +29,7 @@ class Served:
     port: int
     model: PreTrainedModel
     folder: Path
+    prefixes: PrefixMemory
 
     @property
     def attached(self) -> Attachment:
@@ -73,7 +75,8 @@ def serving(folder: Path) -> Iterator[Served]:
         thread.start()
         (loaded,) = serve._model_manager.loaded_models.values()
         try:
-            yield Served(listener.getsockname()[1], loaded.model, folder)
+            (manager,) = serve._generation_state._generate_managers.values()
+            yield Served(listener.getsockname()[1], loaded.model, folder, manager.prefixes)
         finally:
             serve.server.should_exit = True
             thread.join(60)

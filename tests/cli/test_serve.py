@@ -78,6 +78,15 @@ def test_clients_at_once_get_what_they_get_alone(served):
 
 
 @needs_server
+def test_requests_that_begin_alike_read_their_beginning_once(served):
+    beginning, before = " ".join(f"w{5 + place % 30:02d}" for place in range(60)), served.prefixes.num_reused
+    for prompt in (beginning, f"{beginning} w40", f"{beginning} w41 w42"):
+        plain = served.plain(prompt, TEXT, max_new_tokens=8)
+        assert served.ask(prompt, TEXT, max_tokens=8).split() == [word for word in plain.split() if word != "w01"]
+    assert served.prefixes.num_reused >= before + 2 * 59
+
+
+@needs_server
 def test_of_two_hundred_requests_none_is_lost_beside_a_reader_that_takes_its_time(served):
     slow = HTTPConnection(LOOPBACK, served.port, timeout=120)
     body = {"prompt": PROMPTS[0], "max_tokens": 40, "temperature": 0, "stream": True}

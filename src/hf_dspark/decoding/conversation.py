@@ -151,8 +151,7 @@ def _common_prefix(row: int, token_ids: torch.Tensor, cache: SlotCache) -> int:
             f"the tokens that past_key_values holds of sequence {row} are not known (they came as embeddings, or from "
             "another cache): pass only what is new, with an attention_mask over everything"
         )
-    shortest = min(len(known), len(token_ids))
-    same = int((known.to(token_ids.device)[:shortest] == token_ids[:shortest]).long().cumprod(dim=0).sum())
+    shortest, same = min(len(known), len(token_ids)), num_equal(known, token_ids)
     # The template may have dropped an answer's reasoning since. If less than half of the last prompt matches, this is
     # another conversation, or only the new turn was given.
     expected = min(len(token_ids), cache.conversation.prompt_lengths[row]) // 2
@@ -162,10 +161,32 @@ def _common_prefix(row: int, token_ids: torch.Tensor, cache: SlotCache) -> int:
             f"first {same} are the same: for another conversation pass no past_key_values; to continue this one pass "
             "all of it, or only what is new with an attention_mask over everything"
         )
-    if same < len(known):
+    return continued(row, same, token_ids, cache)
+
+
+def num_equal(known: torch.Tensor, token_ids: torch.Tensor) -> int:
+    """Return how many tokens two sequences have in common from the first one on."""
+    shortest = min(len(known), len(token_ids))
+    return int((known.to(token_ids.device)[:shortest] == token_ids[:shortest]).long().cumprod(dim=0).sum())
+
+
+def continued(row: int, same: int, token_ids: torch.Tensor, cache: SlotCache) -> int:
+    """Return how much of a cached row can be used for tokens of which so many are the same."""
+    if same < cache.lengths[row]:
         same = max(0, same - 1)  # an autoregressive draft read the last one together with a token that is gone
     same = min(same, len(token_ids) - 1)  # at least one position has to give logits
     return cache.reachable(row, same)
+
+
+def restore_context(
+    cache: SlotCache, draft_cache: SlotCache, row: int, request: Request, waiting: Sequence[torch.Tensor]
+) -> None:
+    """Give a request what is left of its row's context in a draft's cache: what the target's cache still holds."""
+    known, context = cache.lengths[row] - draft_cache.offsets[row], draft_cache.lengths[row]
+    draft_cache.offsets[row] = min(draft_cache.offsets[row], cache.lengths[row])
+    draft_cache.truncate(row, max(0, min(known, context)))
+    if known > context:
+        request.features.append(torch.cat([*waiting])[: known - context])
 
 
 @dataclass
@@ -186,7 +207,7 @@ class Conversation:
     def begin_turn(cls, cache: SlotCache, draft: DraftModel, requests: Sequence[Request]) -> "Conversation":
         """Give the requests what an earlier turn left of the draft's context, as far as its tokens are still there."""
         conversation = cache.conversation
-        if conversation is None or conversation.drafted_by() is not draft or conversation.dtype != draft.dtype:
+        if conversation is None or not conversation.is_of(draft):
             draft_cache, of = SlotCache(cache.num_rows), weakref.ref(draft)
             draft_cache.offsets = list(cache.lengths)  # of a cache from elsewhere it never saw anything
             conversation = cache.conversation = cls(draft_cache, of, draft.dtype)
@@ -194,12 +215,12 @@ class Conversation:
         draft_cache = conversation.draft_cache
         draft_cache.limit = cache.limit + draft.config.num_slots
         for row, request in enumerate(requests):
-            known, context = cache.lengths[row] - draft_cache.offsets[row], draft_cache.lengths[row]
-            draft_cache.offsets[row] = min(draft_cache.offsets[row], cache.lengths[row])
-            draft_cache.truncate(row, max(0, min(known, context)))
-            if known > context:
-                request.features.append(torch.cat(conversation.waiting_features[row])[: known - context])
+            waiting = conversation.waiting_features[row] if conversation.waiting_features else ()
+            restore_context(cache, draft_cache, row, request, waiting)
         return conversation
+
+    def is_of(self, draft: DraftModel) -> bool:
+        return self.drafted_by() is draft and self.dtype == draft.dtype
 
     def __getstate__(self) -> dict[str, Any]:
         return vars(self) | {"drafted_by": type(None)}  # in another process it belongs to no draft

@@ -55,12 +55,20 @@ class DecodingLoop:
     the recording wants them: `ended_rows`, by request id.
     """
 
-    def __init__(self, drafter: Drafter, call: Call, cache: SlotCache, record: Recording | None = None) -> None:
+    def __init__(
+        self,
+        drafter: Drafter,
+        call: Call,
+        cache: SlotCache,
+        record: Recording | None = None,
+        on_end: Callable[["DecodingLoop", int, Request], None] | None = None,
+    ) -> None:
         self.requests: list[Request] = []
         self.ended_rows: dict[int, int] = {}
         self.drafter = drafter
         self.cache = cache
         self.recording = record or Recording()
+        self._on_end = on_end  # called with a row that is about to be given up
         self._keeps_some_logits = call.keeps_some_logits
         self._processor = BlockProcessor(call.logits_processor, drafter.draft.config.vocab_size)
         support = drafter.support
@@ -206,6 +214,8 @@ class DecodingLoop:
             if not self.requests[row].ended:
                 continue
             last = len(self.requests) - 1
+            if self._on_end is not None:
+                self._on_end(self, row, self.requests[row])
             for cache in (self.cache, self.drafter.cache):
                 if self.recording.wants_rows:
                     cache.swap_rows(row, last)
@@ -232,7 +242,8 @@ class DecodingLoop:
             for cache in (self.cache, self.drafter.cache):
                 if cache.lengths[row] == 0:  # it may hold an earlier sequence, or a part of one that was not admitted
                     cache.clear(row)
-        logits = self._read_prompts(requests, prompts, chunk_size or max(map(len, prompts)))
+        found = self._read_prompts(requests, prompts, chunk_size or max(map(len, prompts)))
+        logits = torch.stack([found[row] for row in range(len(requests))])
         self.drafter.statistics.prefill_seconds += time.perf_counter() - started
         scores = self._processor(logits, None, [request.prefix() for request in requests]).sure()
         tokens = next_tokens(scores, self.drafter.noise(requests)).tolist()
@@ -257,10 +268,17 @@ class DecodingLoop:
             raise failed
         self.release_ended()
 
+    @_locked
+    def read(self, requests: Sequence[Request], parts: Sequence[torch.Tensor], chunk_size: int | None = None) -> None:
+        """Prefill beginnings of prompts, ids `[n]`, in the rows after those in use, before `admit` gets the rest."""
+        self._read_prompts(requests, parts, chunk_size or max(map(len, parts)))
+        for row, part in enumerate(parts, start=len(self.requests)):
+            self.cache.commit(row, len(part))
+
     def _read_prompts(
         self, requests: Sequence[Request], prompts: Sequence[torch.Tensor], chunk_size: int
-    ) -> torch.Tensor:
-        """Run prompts through the target, and return the logits at the last position of each, `[R, V]`."""
+    ) -> dict[int, torch.Tensor]:
+        """Run prompts through the target, and return the logits at the last position of each, `[V]`."""
         first_row = len(self.requests)
         cached = self.cache.lengths[first_row : first_row + len(requests)]
         logits: dict[int, torch.Tensor] = {}
@@ -277,4 +295,4 @@ class DecodingLoop:
             for row in rows:
                 self.drafter.keep(requests[row], output.features[tokens[row]])
                 self.recording.add_prompt(requests[row].id, output, tokens[row])
-        return torch.stack([logits[row] for row in range(len(requests))])
+        return logits

@@ -31,6 +31,7 @@ from .drafter import Drafter
 from .hook import cutoff_of, prepare_with
 from .logits_processing import NoTokenError
 from .loop import DecodingLoop
+from .prefixes import PrefixMemory
 from .request import Call, Request, copies_of
 from .reversible import reversible
 
@@ -56,6 +57,7 @@ def generate_many(
     batch_size: int = 8,
     progress: bool = True,
     decoding: DecodingOptions | None = None,
+    prefixes: PrefixMemory | None = None,
     **generate_kwargs: Any,
 ) -> Iterator[Completion]:
     """Decode any number of prompts, `batch_size` at a time, and yield each as it finishes.
@@ -73,6 +75,8 @@ def generate_many(
         batch_size (`int`): Sequences decoded together at most.
         progress (`bool`): Whether to show a progress bar; none is shown where stderr is no terminal.
         decoding ([`DecodingOptions`], *optional*): How to decode. Default: `draft.decoding`.
+        prefixes ([`PrefixMemory`], *optional*): What is known of earlier prompts, whose beginnings are not computed
+            again; these prompts join it.
         generate_kwargs: Options of `generate()`.
 
     Returns:
@@ -105,7 +109,7 @@ def generate_many(
     refuse_made_here("generate_many", target, generate_kwargs)
     cutoff = cutoff_of(target, generate_kwargs, generate_kwargs.get("generation_config"))
     options = generate_kwargs | {"custom_generate": prepare_with(draft, batch_size, decoding, cutoff)}
-    queue = _Queue(target, draft, prompts, processing_class, batch_size, options)
+    queue = _Queue(target, draft, prompts, processing_class, batch_size, options, prefixes)
     return queue.run(progress)
 
 
@@ -169,6 +173,7 @@ class _Queue:
         tokenizer: PreTrainedTokenizerBase | None,
         batch_size: int,
         options: dict[str, Any],
+        prefixes: PrefixMemory | None,
     ) -> None:
         self._tokenizer = tokenizer = tokenizer_of(tokenizer)
         self._target, self._batch_size = target, batch_size
@@ -187,7 +192,9 @@ class _Queue:
             options["stop_strings"] = None
         call = self._prepare([0], {})  # what is wrong with the options is wrong with every prompt
         self._chunk_size = call.generation_config.prefill_chunk_size
-        self._loop = DecodingLoop(Drafter(target, draft, call, SlotCache()), call, SlotCache())
+        self._prefixes = prefixes
+        drafter, on_end = Drafter(target, draft, call, SlotCache()), None if prefixes is None else self._keep
+        self._loop = DecodingLoop(drafter, call, SlotCache(), on_end=on_end)
 
     def run(self, progress: bool) -> Iterator[Completion]:
         with tqdm(total=self._total, disable=None if progress else True, unit="prompt") as bar:
@@ -254,7 +261,10 @@ class _Queue:
                     if cache.num_rows < len(self._running):
                         cache.resize(min(self._batch_size, 2 * len(self._running)))
                 requests = [job.request for job in new]
-                self._loop.admit(requests, [request.token_ids for request in requests], self._chunk_size)
+                prompts = [request.token_ids for request in requests]
+                if self._prefixes is not None:
+                    prompts = self._prefixes.restore(self._loop, requests, self._chunk_size)
+                self._loop.admit(requests, prompts, self._chunk_size)
             else:
                 self._loop.run_round()
         except (MemoryError, torch.OutOfMemoryError) as error:
@@ -270,6 +280,10 @@ class _Queue:
             self._return_unadmitted()
             self._loop.release_ended()
         return None
+
+    def _keep(self, loop: DecodingLoop, row: int, request: Request) -> None:
+        if not any(job.batch_size for job in self._running):  # nothing was short
+            self._prefixes.keep(loop, row, request)
 
     def _return_unadmitted(self) -> int:
         """Take back jobs that failed to be admitted only because of others; return how many."""
@@ -290,6 +304,8 @@ class _Queue:
         not fit even alone fails, and as many as before its first shortage run together again."""
         for job in self._running:
             job.batch_size = job.batch_size or self._batch_size
+        if self._prefixes is not None:
+            self._prefixes.clear()
         num_waiting = self._return_unadmitted()
         together, hopeless = len(self._running), None
         if not (num_waiting and together):

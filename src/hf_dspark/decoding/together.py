@@ -12,6 +12,7 @@ from .attach import attachment_of
 from .batch import MOST_TOGETHER
 from .checks import Refused
 from .many import NONE_YET, OwnPrompt, generate_many
+from .prefixes import PrefixMemory
 
 MOST_IN_A_ROW = 10_000  # rounds and prompts of a queue, which keeps a record of them
 KNOWN = {"input_ids", "attention_mask", "generation_config", "tokenizer", "streamer", "logits_processor"}
@@ -39,25 +40,27 @@ class Asked:
             self.outcome.set_exception(error)
 
 
-def decode_waiting(waiting: deque[Asked]) -> None:
+def decode_waiting(waiting: deque[Asked], prefixes: PrefixMemory | None = None) -> None:
     """Decode all that waits, and what comes meanwhile, in the order of coming. A call that no draft can assist is
-    decoded alone, by the target."""
+    decoded alone, by the target. Beginnings of prompts are kept in `prefixes`."""
     while waiting:
         first, taken = waiting[0], {}
         if first.kind is None:
             waiting.popleft().decode_alone()
             continue
         try:
-            _decode_together(first, waiting, taken)
+            _decode_together(first, waiting, taken, prefixes)
         except Exception as error:
             first.kind = None  # if it still waits, because of its options
             for asked in taken.values():
                 asked.outcome.set_exception(error)
 
 
-def _decode_together(first: Asked, waiting: deque[Asked], taken: dict[int, Asked]) -> None:
+def _decode_together(
+    first: Asked, waiting: deque[Asked], taken: dict[int, Asked], prefixes: PrefixMemory | None
+) -> None:
     attached, kind = attachment_of(first.target), first.kind
-    common = first.given.get("tokenizer"), MOST_TOGETHER, False
+    common = first.given.get("tokenizer"), MOST_TOGETHER, False, None, prefixes
 
     def prompts() -> Iterator[OwnPrompt | object]:
         for index in range(MOST_IN_A_ROW):

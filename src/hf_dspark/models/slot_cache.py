@@ -317,6 +317,33 @@ class SlotCache(Cache):
         self.offsets[destination] = self.offsets[source]
         self.row_states[destination], self.row_states[source] = self.row_states[source], {}
 
+    def copy_of_row(self, row: int) -> "SlotCache":
+        """Return a cache of one row, with its committed slots alone."""
+        one = SlotCache()
+        with torch.inference_mode(False):
+            one.stores = {
+                name: store[row : row + 1, :, : self._lengths[row]].clone() for name, store in self.stores.items()
+            }
+        one._lengths, one.offsets = [self._lengths[row]], [self.offsets[row]]
+        one.row_states = [{name: replace(state) for name, state in self.row_states[row].items()}]
+        return one
+
+    def put_row(self, row: int, other: "SlotCache", length: int | None = None) -> None:
+        """Fill a row with what a cache of one row holds, up to a length."""
+        length = other.lengths[0] if length is None else length
+        for name, states in other.stores.items():
+            store = self._store(name, states, length)
+            store[row].zero_()  # see `clear`
+            store[row, :, :length] = states[0, :, :length]
+        self._lengths[row], self.offsets[row] = length, other.offsets[0]
+        self.row_states[row] = {name: replace(state) for name, state in other.row_states[0].items()}
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of keys, values and recurrent states."""
+        states = [state for row in self.row_states for each in row.values() for state in each.states.values()]
+        return sum(each.nbytes for each in [*self.stores.values(), *states])
+
     def swap_rows(self, first: int, second: int) -> None:
         if first == second:
             return

@@ -138,7 +138,10 @@ class LearnedCosts:
 
     def tries_plain(self, load: Load) -> bool:
         """Count a round, and tell whether to go without drafts, to learn what that costs."""
-        return self._tries.setdefault(_size_of(load), ReprobeCounter(FIRST_PLAIN, RARELY)).look_again()
+        return self._tries_of(load).look_again()
+
+    def _tries_of(self, load: Load) -> ReprobeCounter:
+        return self._tries.setdefault(_size_of(load), ReprobeCounter(FIRST_PLAIN, RARELY))
 
     def plain_seconds(self, load: Load) -> float:
         """Return the seconds of a round without drafts, which are no point of the curve of blocks."""
@@ -161,11 +164,9 @@ class LearnedCosts:
         tokens, drafting = load.base_tokens + int(outcome.lengths.sum()), outcome.draft_seconds
         self._passes.add(tokens, outcome.seconds - drafting, load.context_tokens)
         if not outcome.drafted:
-            size = _size_of(load)
-            self._plain.setdefault(size, deque(maxlen=RECENT)).append(
-                outcome.seconds / self.at(load).plain_seconds(load)
-            )
-            self._tries[size].rounds = 0
+            factor = outcome.seconds / self.at(load).plain_seconds(load)
+            self._plain.setdefault(_size_of(load), deque(maxlen=RECENT)).append(factor)
+            self._tries_of(load).rounds = 0
         elif outcome.is_tail:
             pass  # its heads alone ran
         elif isinstance(outcome.drafts, DraftTrees):
