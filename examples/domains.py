@@ -37,9 +37,10 @@ def code_rows() -> Iterator[dict[str, str]]:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             tree = ast.parse(source)
+        lines = source.splitlines()
         for node in ast.walk(tree):
             if isinstance(node, ast.FunctionDef):
-                yield from _function_row(source.splitlines(), node)
+                yield from _function_row(lines, node)
 
 
 def _function_row(lines: list[str], node: ast.FunctionDef) -> Iterator[dict[str, str]]:

@@ -9,6 +9,7 @@ import re
 import shutil
 import subprocess
 import sys
+import time
 import traceback
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -26,6 +27,7 @@ PAGES = (
 )  # fmt: skip
 # What is run in place of what is printed: models that are too large to load here, and data that is not here.
 SUBSTITUTES = {
+    "profile --target Qwen/Qwen3-4B": "profile --batch_sizes 1 --repetitions 1 --target Qwen/Qwen3-4B",
     "examples/smollm2/draft": "examples/gsm8k_pair/draft",  # its target is a download
     "--target Qwen/Qwen3-4B --license": "--target someone/target --license",  # a card names it, nobody loads it
     "Qwen/Qwen3-4B": "examples/gsm8k_pair/target",
@@ -37,6 +39,10 @@ SUBSTITUTES = {
     "num_train_epochs=4": "num_train_epochs=1",
     "compile=True": 'compile="auto"',  # tests/decoding/test_compiled.py has no compiler to wait for
     "--num_train_epochs 6": "--max_steps 3",
+    ".read_text().splitlines()]": ".read_text().splitlines()[:4]]",
+    "max_new_tokens=256": "max_new_tokens=16",
+    "batch_sizes=(1, 4)": "batch_sizes=(1, 4), context_lengths=(16,), repetitions=1",
+    "--batch_sizes 1 4 16": "--batch_sizes 1 4 --context_lengths 16 --repetitions 1",
 }
 # Commands that are not run, and why.
 LEFT_OUT = {
@@ -44,6 +50,10 @@ LEFT_OUT = {
     "pip install": "needs the network",
     "torchrun": "tests/training/test_processes.py starts several processes",
     "accelerate launch": "needs several GPUs",
+    "vllm serve": "needs vLLM",
+    "python -m sglang": "needs SGLang",
+    "hf-dspark serve": "ends with Ctrl-C; tests/cli/test_serve.py sends it",
+    "hf-dspark chat": "reads a terminal; tests/cli/test_serve.py has one",
 }
 # Settings of the notebooks that make minutes of seconds.
 SMALL = {
@@ -140,12 +150,14 @@ def run_everything(folder: Path) -> dict[str, list[str]]:
     found: dict[str, list[str]] = {"ran": [], "failed": [], "left out": []}
 
     def attempt(what: str, run) -> None:
+        started = time.monotonic()
         try:
             reason = run()
         except (Exception, SystemExit):
             found["failed"].append(f"{what}\n{traceback.format_exc(limit=-3)}")
         else:
             found["ran" if reason is None else "left out"].append(what if reason is None else f"{what}: {reason}")
+        print(f"{time.monotonic() - started:6.1f} s: {what}", file=sys.stderr, flush=True)
 
     for pages in PAGES:
         place = folder / Path(pages[0]).stem

@@ -110,8 +110,7 @@ def test_docstring_has_an_example_that_runs(name, quickstart):
     # What an example continues, and what makes it short.
     names["cost"] = hf_dspark.ThroughputTable((1, 8, 64), (95, 94, 80))
     names["draft"].decoding = hf_dspark.DecodingOptions()
-    shorter = {"max_new_tokens=256": "max_new_tokens=16", "max_new_tokens=64": "max_new_tokens=16"}
-    shorter |= {"batch_sizes=(1, 4)": "batch_sizes=(1, 4), context_lengths=(16,), repetitions=1"}
+    shorter = {"max_new_tokens=64": "max_new_tokens=16"}
     for code in examples:
         exec(substituted(code, SUBSTITUTES | shorter), names)
     quickstart["draft"].decoding = hf_dspark.DecodingOptions()
@@ -135,7 +134,7 @@ def test_all_that_is_printed_runs_in_order(tmp_path):
     assert done.returncode == 0, done.stderr[-4000:]
     found = json.loads(done.stdout.splitlines()[-1])
     assert found["failed"] == [], "\n".join(found["failed"])
-    assert len(found["left out"]) <= 6 and set(SMALL) <= set(found["ran"])
+    assert len(found["left out"]) <= 12 and set(SMALL) <= set(found["ran"])
     assert published == {"me/my-draft"}
 
 

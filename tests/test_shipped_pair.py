@@ -34,14 +34,14 @@ def shipped():
     return target, draft, [tokenizer(prompt, return_tensors="pt")["input_ids"] for prompt in prompts]
 
 
-def compare(shipped, prompts, options) -> float:
+def compare(shipped, prompts, options, length=128) -> float:
     """Assert equality with plain `generate()` on every prompt; return tau."""
     target, draft, _ = shipped
     plain_options = {key: value for key, value in options.items() if "assistant" not in key}
     tokens, rounds = 0, 0
     for ids in prompts:
-        plain = target.generate(ids, do_sample=False, max_new_tokens=128, **plain_options)
-        assisted = target.generate(ids, do_sample=False, max_new_tokens=128, assistant_model=draft, **options)
+        plain = target.generate(ids, do_sample=False, max_new_tokens=length, **plain_options)
+        assisted = target.generate(ids, do_sample=False, max_new_tokens=length, assistant_model=draft, **options)
         assert assisted.tolist() == plain.tolist()
         tokens, rounds = tokens + sum(draft.last_stats.committed), rounds + draft.last_stats.rounds
     return tokens / rounds
@@ -58,17 +58,17 @@ def test_shipped_pair_is_small_and_complete(shipped):
 
 
 @pytest.mark.parametrize(
-    ("policy", "sizes"),
+    ("policy", "sizes", "length"),
     [
-        pytest.param(FullBlock(), (1, 2, 5, 16), id="full_block", marks=pytest.mark.slow),
-        pytest.param(None, (1, 2, 5, 16), id="default", marks=pytest.mark.slow),
-        pytest.param(None, (3,), id="few"),
+        pytest.param(FullBlock(), (1, 2, 5, 16), 64, id="full_block", marks=pytest.mark.slow),
+        pytest.param(None, (1, 2, 5, 16), 64, id="default", marks=pytest.mark.slow),
+        pytest.param(None, (3,), 24, id="few"),
     ],
 )
-def test_batches_of_real_prompts_are_answered_row_by_row_as_alone(shipped, policy, sizes, monkeypatch):
+def test_batches_of_real_prompts_are_answered_row_by_row_as_alone(shipped, policy, sizes, length, monkeypatch):
     target, draft, prompts = shipped
     prompts = [ids[0] for ids in prompts[: max(sizes)]]
-    options = {"do_sample": False, "max_new_tokens": 64, "pad_token_id": 0}
+    options = {"do_sample": False, "max_new_tokens": length, "pad_token_id": 0}
     alone = [target.generate(ids[None], **options)[0, len(ids) :].tolist() for ids in prompts]
     monkeypatch.setattr(draft, "decoding", DecodingOptions(policy=policy))
     for size in sizes:
@@ -78,7 +78,7 @@ def test_batches_of_real_prompts_are_answered_row_by_row_as_alone(shipped, polic
 
 
 def test_shipped_pair_answers_as_the_target_alone(shipped):
-    assert compare(shipped, shipped[2][:2], {}) > 2.5
+    assert compare(shipped, shipped[2][:2], {}, length=64) > 2.5
 
 
 def test_shipped_draft_is_calibrated_in_both_regimes(shipped):
@@ -108,7 +108,7 @@ def test_scheduled_rounds_verify_less_and_answer_the_same(shipped, monkeypatch):
     target, draft, prompts = shipped
     cost = linear_cost(1e-3, 8e-3, 3e-3)
     monkeypatch.setattr(draft, "decoding", DecodingOptions(policy=Scheduler(cost, trees=False, skip=False)))
-    compare(shipped, prompts[:1], {})
+    compare(shipped, prompts[:1], {}, length=64)
     assert sum(draft.last_stats.proposed) < 6 * draft.last_stats.rounds
 
 

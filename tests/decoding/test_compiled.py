@@ -38,8 +38,9 @@ from tests.targets.test_model_types import (
     make_own_draft,
 )
 
-SLOW_TYPES = ("gemma2", "llama", "mixtral", "qwen3", "gemma3_text", "phi3", "opt", "gpt_oss", "afmoe", "deepseek_v3")
-COMPILED_TYPES = ["gpt2", *(pytest.param(each, marks=pytest.mark.slow) for each in SLOW_TYPES)]
+COMPILED_TYPES = (
+    "gpt2", "gemma2", "llama", "mixtral", "qwen3", "gemma3_text", "phi3", "opt", "gpt_oss", "afmoe", "deepseek_v3",
+)  # fmt: skip
 GREEDY, DRAWN = {"do_sample": False}, {"do_sample": True, "top_k": 0, "temperature": 0.8}
 TREES = Scheduler(num_nodes=12)
 
@@ -99,6 +100,7 @@ def make_small_target(model_type):
     return AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **facts)).eval()
 
 
+@pytest.mark.slow  # the trained pair is compiled as a whole below, faster
 @pytest.mark.parametrize("model_type", COMPILED_TYPES)
 def test_targets_of_many_types_compile_as_a_whole_and_decode_the_same(model_type, graphs, monkeypatch):
     target = make_small_target(model_type)
@@ -129,9 +131,9 @@ def test_rounds_of_any_kind_give_the_same_tokens_without_another_graph(rows, gra
 
 def test_experts_and_streams_are_in_the_graph(graphs, pair, make_draft):
     target, taps = pair[0], pair[1].config.target_layer_ids
-    draft = make_draft(target, num_experts=4, hc_mult=2, target_layer_ids=taps)
-    expected = decoded((target, draft), 2, DecodingOptions(policy=FullBlock()), **GREEDY)
-    found = decoded((target, draft), 2, DecodingOptions(policy=FullBlock(), compile=True), **GREEDY)
+    draft = make_draft(target, num_hidden_layers=1, num_experts=2, hc_mult=2, target_layer_ids=taps)
+    expected = decoded((target, draft), 1, DecodingOptions(policy=FullBlock()), **GREEDY)
+    found = decoded((target, draft), 1, DecodingOptions(policy=FullBlock(), compile=True), **GREEDY)
     assert torch.equal(found, expected) and len(graphs) >= 2
 
 
@@ -161,7 +163,7 @@ def test_ways_to_draw_beyond_a_few_share_a_graph(graphs, pair, monkeypatch):
 
 def test_any_temperature_is_drawn_in_the_same_graph(graphs, pair, monkeypatch):
     monkeypatch.setattr(compiled_drafting, "MOST_WAYS", 1)
-    for temperature in (0.5, 0.6, 0.7, 0.8, 1.3):
+    for temperature in (0.5, 0.8, 1.3):
         drawn = DRAWN | {"temperature": temperature}
         expected = decoded(pair, 1, DecodingOptions(policy=FullBlock()), **drawn)
         assert torch.equal(decoded(pair, 1, DecodingOptions(policy=FullBlock(), compile=True), **drawn), expected)
@@ -228,7 +230,7 @@ def test_a_cache_gets_the_memory_of_one_that_is_gone(uncompiled, pair):
     for cache in kept:
         cache.keeps_memory = True
     found = []
-    for length in (90, 20, 60):
+    for length in (40, 12, 25):
         expected = decoded(pair, 2, DecodingOptions(), **DRAWN, max_new_tokens=length)
         output = decoded(pair, 2, DecodingOptions(compile=True), **DRAWN, max_new_tokens=length)
         assert torch.equal(output, expected)

@@ -94,7 +94,7 @@ def folder(request, tmp_path_factory):
 def tau(pair, draft, top_k=None):
     target, inputs = pair
     draft.config.draft_top_k, draft.decoding = top_k, DecodingOptions(policy=FullBlock())
-    target.generate(**inputs, assistant_model=draft, max_new_tokens=32, do_sample=False)
+    target.generate(**inputs, assistant_model=draft, max_new_tokens=20, do_sample=False)
     return draft.last_stats.tau
 
 
