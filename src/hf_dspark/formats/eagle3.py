@@ -109,14 +109,12 @@ def _taps(outputs: tuple[str, ...], counted_from_embedding: str, config: Source)
     return sorted(ids or others) if ids or others else None
 
 
-def _norms(*names: str) -> tuple[Field, ...]:
-    return tuple(Field(name, default=False) for name in names)
-
-
 # What the layers of all have in common. Drafts of several layers give the embedding to the first one alone.
 _COMMON = {name: value for name, value in QWEN3_EMBEDDING.items() if name != "mlp_bias"} | {"mtp": False}
-_ONE_BY_ONE = {"mask_token_id": None}
-_FIRST_ALONE = Field("embedding_in_all_layers", read=lambda c: False, write=OMIT)
+_LAYERS_AND_NORMS = (
+    Field("embedding_in_all_layers", read=lambda c: False, write=OMIT),
+    *(Field(name, default=False) for name in ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")),
+)
 _EMBEDDING_ONCE = {
     "its first layer alone reads the embedded token, here all of them do": lambda c: (
         c.embedding_in_all_layers and c.num_hidden_layers > 1
@@ -146,8 +144,7 @@ FLAT = Format(
             write=lambda c, facts: c.draft_vocab_size or OMIT,
         ),
         Field("qk_norm", default=False, write=OMIT),
-        _FIRST_ALONE,
-        *_norms("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output"),
+        *_LAYERS_AND_NORMS,
         Field("block_size", "ttt_length", USUAL_STEPS, also=("num_depths",)),
         Field(
             "mask_token_id",
@@ -255,8 +252,7 @@ SPECULATORS = Format(
             read=lambda c: look_up(c, _LAYERS + "model_type", default="qwen3") == "qwen3",
             write=lambda c, facts: "qwen3" if c.qk_norm else "llama",
         ),
-        _FIRST_ALONE,
-        *_norms("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output"),
+        *_LAYERS_AND_NORMS,
         Field(
             "block_size",
             read=lambda c: USUAL_STEPS if proposed_tokens(c) is None else proposed_tokens(c),
@@ -282,7 +278,7 @@ SPECULATORS = Format(
         **SPECULATORS_WRITES,
         _LAYERS + "layer_types": lambda c, facts: ["full_attention"] * c.num_hidden_layers if c.qk_norm else OMIT,
     },
-    constants=_COMMON | _ONE_BY_ONE,
+    constants=_COMMON | {"mask_token_id": None},
     base=lambda facts: {
         "architectures": ["Eagle3Speculator"],
         "speculators_model_type": "eagle3",
