@@ -118,3 +118,13 @@ def test_scheduled_rounds_verify_less_and_answer_the_same(shipped, monkeypatch):
 def test_shipped_prompts_are_answered_as_by_the_target_alone(shipped, options, draft_top_k):
     shipped[1].config.draft_top_k = draft_top_k
     compare(shipped, shipped[2][:: 5 if options or draft_top_k else 1], options)
+
+
+@pytest.mark.slow
+def test_all_shipped_prompts_are_answered_alike_with_tails(shipped, monkeypatch):
+    drawn, slow = [], ThroughputTable((1, 4, 8), (1.0, 0.95, 0.9), drafting=0.5)
+    policy = Scheduler(slow, tails=True, trees=False, skip=False)
+    options = DecodingOptions(policy=policy, observer=lambda outcome: drawn.append(outcome.is_tail))
+    monkeypatch.setattr(shipped[1], "decoding", options)
+    compare(shipped, shipped[2], {})
+    assert len(shipped[2]) == 50 and sum(drawn) > 50
