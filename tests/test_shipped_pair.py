@@ -127,4 +127,4 @@ def test_all_shipped_prompts_are_answered_alike_with_tails(shipped, monkeypatch)
     options = DecodingOptions(policy=policy, observer=lambda outcome: drawn.append(outcome.is_tail))
     monkeypatch.setattr(shipped[1], "decoding", options)
     compare(shipped, shipped[2], {})
-    assert len(shipped[2]) == 50 and sum(drawn) > 50
+    assert len(shipped[2]) == 50 and sum(drawn) > 25

@@ -216,5 +216,5 @@ def test_its_own_target_gives_the_mean_of_the_last_streams_and_is_refused_for_it
         assert torch.equal(capture.take(torch.device("cpu"), torch.float32)[..., 32:], seen[0].mean(dim=2))
     folder = write(tmp_path, reference.tensors())
     assert load_file(folder / "model.safetensors").keys() > {"embed.weight"}
-    with pytest.raises(ValueError, match="keeps a state that hf_dspark does not know"):
+    with pytest.raises(ValueError, match="keeps a .*state"):
         attach(target, folder)
