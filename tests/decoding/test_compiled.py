@@ -28,7 +28,6 @@ from hf_dspark.targets import compiled_target
 from hf_dspark.targets.compiled_target import CompiledTarget
 from hf_dspark.targets.support import TargetSupport
 from tests.gpu.pretended import DEVICE, Pretended, moved
-from tests.models.test_v4_layers import KINDS
 from tests.rows import padded
 from tests.targets.test_model_types import (
     COMMON,
