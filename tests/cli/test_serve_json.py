@@ -71,6 +71,20 @@ def test_answers_keep_to_a_json_schema_streamed_or_not_and_beside_others(writing
 
 
 @needs_server
+@pytest.mark.slow
+def test_of_a_hundred_answers_to_many_clients_all_are_valid(writing):
+    pytest.importorskip("xgrammar")
+
+    def ask(place):
+        return json.loads(writing.ask("abc"[: 1 + place % 3], temperature=1, response_format=JSON_SCHEMA))
+
+    with ThreadPoolExecutor(16) as clients:
+        answers = list(clients.map(ask, range(100)))
+    valid = [0 <= each["age"] <= 99 and each["kind"] in ("reader", "writer") and len(each) == 2 for each in answers]
+    assert sum(valid) == 100 and len({each["age"] for each in answers}) > 20
+
+
+@needs_server
 @pytest.mark.parametrize(
     "asked",
     [5, {}, {"type": "xml"}, {"type": "json_schema"}, {"type": "json_schema", "json_schema": {"schema": []}}, None],
