@@ -5,6 +5,7 @@ import torch
 
 from hf_dspark import DecodingOptions, DSparkConfig, DSparkDraftModel, FullBlock, generate_many
 from hf_dspark.decoding import prefixes as module
+from hf_dspark.decoding.many import OwnPrompt
 from hf_dspark.decoding.prefixes import PrefixMemory
 from hf_dspark.models.prompt_lookup import PromptLookup
 from tests.hybrids import build_any
@@ -78,6 +79,20 @@ def test_rows_of_a_batch_go_on_from_beginnings_of_their_own(asks, kind, batch_si
     prompts = [beginnings[place % 3] + words(3 + place, 100 + place) for place in range(12)] + [words(6, 7)]
     asks(target, draft, memory := PrefixMemory(2**30), prompts, batch_size)
     assert memory.num_reused > 100
+
+
+@pytest.mark.parametrize("max_bytes", [2**30, 0])
+def test_a_sequence_that_is_still_being_decoded_lends_its_beginning(max_bytes):
+    target, draft = pair_of("qwen3")
+    memory, beginning = PrefixMemory(max_bytes), words(50, 0)
+    lengths = {"long": 40, "short": 2, "late": 5}
+    texts = {"long": beginning + [7], "short": words(9, 1), "late": beginning + [8, 9]}
+    prompts = [OwnPrompt(texts[name], {"max_new_tokens": lengths[name]}) for name in lengths]
+    done = {each.index: each for each in generate_many(target, draft, prompts, None, 2, prefixes=memory, **GREEDY)}
+    assert list(done) == [1, 2, 0] and memory.num_reused == (49 if max_bytes else 0)
+    for index, name in enumerate(lengths):
+        expected = alone(target, texts[name], max_new_tokens=lengths[name], eos_token_id=None)
+        assert done[index].token_ids.tolist() == expected
 
 
 def test_a_beginning_that_is_not_the_same_would_change_answers(asks, monkeypatch):

@@ -83,6 +83,7 @@ class PrefixMemory:
             loop.cache.truncate(row, 0)
             loop.drafter.cache.truncate(row, 0)
             loop.drafter.cache.offsets[row] = 0
+            self._keep_running(loop, request.token_ids)
             found, length, branch = self._find(loop, request.token_ids)
             if found is not None:
                 loop.cache.put_row(row, found, length)
@@ -102,6 +103,15 @@ class PrefixMemory:
         first = len(loop.requests)
         lengths = loop.cache.lengths[first : first + len(requests)]
         return [request.token_ids[length:] for request, length in zip(requests, lengths, strict=True)]
+
+    def _keep_running(self, loop: DecodingLoop, token_ids: torch.Tensor) -> None:
+        """Keep a sequence that is being decoded, if it begins more like the tokens than any other."""
+        _, length, _ = self._find(loop, token_ids)
+        for row, request in enumerate(loop.requests):
+            equal = num_equal(request.token_ids[:-1], token_ids)
+            if equal >= length + WORTHWHILE and not loop.cache.row_states[row]:
+                self.keep(loop, row, request)
+                return
 
     def _find(self, loop: DecodingLoop, token_ids: torch.Tensor) -> tuple[SlotCache | None, int, int]:
         """Return a sequence that begins like the tokens, how much of it can be used, and up to where the tokens should
