@@ -28,6 +28,7 @@ from hf_dspark.targets import compiled_target
 from hf_dspark.targets.compiled_target import CompiledTarget
 from hf_dspark.targets.support import TargetSupport
 from tests.gpu.pretended import DEVICE, Pretended, moved
+from tests.models.test_v4_layers import KINDS
 from tests.rows import padded
 from tests.targets.test_model_types import (
     COMMON,
@@ -131,7 +132,8 @@ def test_rounds_of_any_kind_give_the_same_tokens_without_another_graph(rows, gra
 
 def test_experts_streams_and_low_rank_attention_are_in_the_graph(graphs, pair, make_draft):
     target, taps = pair[0], pair[1].config.target_layer_ids
-    draft = make_draft(target, num_hidden_layers=1, num_experts=2, hc_mult=2, target_layer_ids=taps)
+    facts = {"num_hidden_layers": 1, "num_experts": 2, "target_layer_ids": taps}
+    draft = make_draft(target, **facts | KINDS["attention"])
     expected = decoded((target, draft), 1, DecodingOptions(policy=FullBlock()), **GREEDY)
     found = decoded((target, draft), 1, DecodingOptions(policy=FullBlock(), compile=True), **GREEDY)
     assert torch.equal(found, expected) and len(graphs) >= 2
