@@ -23,6 +23,7 @@ from hf_dspark.targets.support import TargetSupport
 
 VOCAB = 3
 PROMPT = torch.tensor([[0, 1, 2, 1, 0]])
+IMPOSSIBLE = 1e-20  # below, a probability stands in for none
 ROUNDING = 2e-6  # total variation that float32 logits may leave
 # One bucket of two tokens, a cliff, then a slow rise.
 CLIFF = ThroughputTable((1, 2, 3, 4, 5), (1.0, 1.0, 0.5, 0.48, 0.47))
@@ -106,7 +107,7 @@ class Paths:
         """Return an outcome; each has its turn."""
         probs = [float(prob) for prob in probs]
         if self.depth == len(self.chosen):
-            possible = [index for index, prob in enumerate(probs) if prob > 0.0]
+            possible = [index for index, prob in enumerate(probs) if prob > IMPOSSIBLE]
             self.chosen.append(possible.pop())
             self.open.append(possible)
         index = self.chosen[self.depth]
@@ -136,7 +137,7 @@ def decide_trees(monkeypatch, paths):
 def decide_longest(paths, chances):
     """Let `paths` decide which prefixes are accepted, the longest first: for `verification.longest_accepted`."""
     found = torch.zeros(len(chances), dtype=torch.long)
-    for row, chance in enumerate(chances.double().clamp(0.0, 1.0).tolist()):
+    for row, chance in enumerate(chances.double().nan_to_num(0.0).clamp(0.0, 1.0).tolist()):
         for count in range(len(chance), 0, -1):
             if paths.choose([1.0 - chance[count - 1], chance[count - 1]]) == 1:
                 found[row] = count
@@ -157,7 +158,7 @@ def outcomes(block, length, target_distribution):
         )
         for path in paths:
             found = verification.verify_chains(block, torch.tensor([length]), target_distribution, None, None)
-            yield int(found.num_accepted), path.probability, drawn_from[-1].tolist()
+            yield int(found.num_accepted), path.probability, (drawn_from[-1] / drawn_from[-1].sum()).tolist()
 
 
 class TargetDistribution:

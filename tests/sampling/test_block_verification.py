@@ -70,7 +70,7 @@ def test_enumeration_catches_a_length_that_depends_on_the_token_it_cuts():
 
 
 def test_enumeration_catches_a_wrong_residual(monkeypatch):
-    monkeypatch.setattr(verification, "residual_distribution", lambda _, draft: torch.ones_like(draft) / 3)
+    monkeypatch.setattr(verification, "excess_over", lambda drafted, target, weights: torch.ones_like(target.probs))
     assert enumerate_round(World.random(0, 3, 3), 2, len)[0] > 0.01
 
 

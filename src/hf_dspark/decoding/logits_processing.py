@@ -42,6 +42,7 @@ READ_SCORES_ONLY = (*FUSED, TypicalLogitsWarper, EpsilonLogitsWarper, EtaLogitsW
 READ_NO_PREFIX = (*READ_SCORES_ONLY, SuppressTokensLogitsProcessor)
 TIE_MARGIN = 32
 ROUNDING = 1e-6  # of a sum of probabilities
+TINY = 1e-30
 TOP_P_CANDIDATES = 1024
 
 
@@ -215,19 +216,18 @@ class Truncation:
                 has_more = scores[:, -1] >= last_kept[:, 0]
             scores = scores.masked_fill(scores < last_kept, -torch.inf)
         if self.top_p is not None:
-            probs, rest = scores.softmax(dim=-1), 0.0
+            probs = scores.softmax(dim=-1)
             if self.top_k is None and not is_whole:
                 probs = (scores - (logits.float() / self.temperature).logsumexp(dim=-1, keepdim=True)).exp()
-                rest = 1.0 - probs.sum(dim=-1, keepdim=True)  # of the tokens that are no candidates
-            above_edge = probs.flip(-1).cumsum(dim=-1).flip(-1) + rest - (1.0 - self.top_p)
-            removed = above_edge <= 0.0  # the worst tokens, as long as their mass allows
-            removed[:, 0] = False
+            better = probs.cumsum(dim=-1) - probs  # the mass of the tokens before each one
+            removed = better >= max(self.top_p, TINY)  # but the first one
             if self.tie_margin:
                 if self.top_k is None and not is_whole:
                     # The candidates do not reach p, or what ties at the edge goes on after them.
-                    has_more = scores[:, -1] >= scores.masked_fill(removed, torch.inf).amin(dim=-1)
+                    kept = scores.masked_fill(better >= self.top_p + ROUNDING, torch.inf)
+                    has_more = scores[:, -1] >= kept.amin(dim=-1)
                 ties = (removed[:, 1:] != removed[:, :-1]) & (scores[:, 1:] == scores[:, :-1])
-                unsure = (ties | (above_edge[:, 1:].abs() < ROUNDING)).any(dim=-1)
+                unsure = (ties | ((better[:, 1:] - self.top_p).abs() < ROUNDING)).any(dim=-1)
         truncated = self._without(removed, scores, candidate_ids)
         if has_more is None and unsure is None:
             return truncated

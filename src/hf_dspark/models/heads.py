@@ -36,6 +36,16 @@ class VanillaMarkovHead(nn.Module):
             return self.markov_w2(transitions).gather(-1, candidate_ids)
         return (F.embedding(candidate_ids, self.markov_w2.weight) * transitions[..., None, :]).sum(dim=-1)
 
+    def added_to(
+        self, scores: torch.Tensor, transitions: torch.Tensor, candidate_ids: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Return scores `[F, V]`, or `[F, n]` of candidates, with the bias of r-vectors `[F, r]`."""
+        weight = self.markov_w2.weight
+        is_plain = type(self.markov_w2) is nn.Linear and scores.dtype == transitions.dtype == weight.dtype
+        if is_plain and candidate_ids is None and scores.device.type != "cpu":  # there, linear layers are faster
+            return torch.addmm(scores, transitions, weight.t())
+        return scores.float() + self.bias(transitions, candidate_ids)
+
     def teacher_forced(self, embedding: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
         """Return the r-vectors `[..., γ, r]` along W_1 of given previous tokens, `[..., γ, r]`."""
         outputs, state = [], None

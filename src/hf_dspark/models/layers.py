@@ -28,9 +28,10 @@ class DSparkRMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.ones(size)) if with_scale else None
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        # One kernel on an accelerator, in float32 inside; the weight comes after the rounding, as in Qwen3's norm.
-        normed = F.rms_norm(hidden, hidden.shape[-1:], eps=self.eps)
-        return normed if self.weight is None else self.weight * normed
+        # One kernel on an accelerator, in float32 inside; under autocast the weight is of another type.
+        is_fused = self.weight is None or self.weight.dtype == hidden.dtype
+        normed = F.rms_norm(hidden, hidden.shape[-1:], self.weight if is_fused else None, self.eps)
+        return normed if is_fused else self.weight * normed
 
 
 class DSparkRotaryEmbedding:

@@ -185,8 +185,8 @@ class DSparkDraftModel(DraftModel):
     ) -> torch.Tensor:
         """Run a cached pass over new context `[T, m*d]` and one block after each anchor `[R]`; return h
         `[R, slots, d]`."""
-        masks = anchor_ids.new_full((len(anchor_ids), self.config.num_slots - 1), self.config.mask_token_id)
-        block_embeds = self.embed(torch.cat([anchor_ids[:, None], masks], dim=1)).flatten(0, 1)[None]
+        block_ids = F.pad(anchor_ids[:, None], (0, self.config.num_slots - 1), value=self.config.mask_token_id)
+        block_embeds = self.embed(block_ids).flatten(0, 1)[None]
         hidden = self.backbone(block_embeds, features[None], drafting.position_ids(features.device), drafting)
         return hidden.view(len(anchor_ids), self.config.num_slots, -1)
 
@@ -227,7 +227,7 @@ class DSparkDraftModel(DraftModel):
                 embeddings.append(self.markov_embedding(tokens))
                 transition, state = self.markov_head.transition(embeddings[-1], node_hidden, state)
                 if is_tail or depth >= self.config.markov_start:
-                    scores = scores.float() + self.markov_head.bias(transition, candidates)  # Eq. 4
+                    scores = self.markov_head.added_to(scores, transition, candidates)  # Eq. 4
             confidence = None
             if self.confidence_head is not None and sampler.reads_confidence:
                 confidence = self.confidence_head(node_hidden, embeddings[-1] if embeddings else None).float()

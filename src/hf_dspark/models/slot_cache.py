@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from transformers.cache_utils import Cache, DynamicCache
 
-from ..sampling.transfers import to_device
+from ..sampling.transfers import first_integers, to_device
 
 GROWTH = 1.25
 SLOT_MULTIPLE = 64
@@ -106,7 +106,7 @@ class SlotLayout:
             rows, columns, _ = self._index(torch.device("cpu"))
             return to_device(self.row_positions(torch.device("cpu"))[rows, columns][None], device)
         if self.num_rows == 1:
-            return torch.arange(self.starts[0], self.end, device=device)[None]
+            return first_integers(self.end, device)[None, self.starts[0] :]
         return self._index(device)[2][None]
 
     def row_positions(self, device: torch.device) -> torch.Tensor:
@@ -114,7 +114,7 @@ class SlotLayout:
         starts = to_device(self.starts, device)[:, None]
         if self.parents is not None:
             return starts + to_device(self.tree[0], device)
-        return starts + torch.arange(self.width, device=device)
+        return starts + first_integers(self.width, device)
 
     def to_rows(self, states: torch.Tensor) -> torch.Tensor:
         """Bring packed states `[1, heads, T, size]` into rows `[R, heads, width, size]`, zero where no token is."""

@@ -159,8 +159,11 @@ def invert(probs: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
     """
     # In float32 the sum over 152 thousand entries is off by more than the rarest of them.
     cumulative = probs.cumsum(dim=-1, dtype=uniform.dtype)
-    index = torch.searchsorted(cumulative, uniform * cumulative[:, -1:], right=True)
-    return index.clamp_max(probs.shape[-1] - 1)  # NaN sorts after everything
+    points = uniform * cumulative[:, -1:]
+    # NaN sorts after everything. Of several rows, all entries but the last would be a copy.
+    if len(probs) == 1 and not torch.compiler.is_compiling():
+        return torch.searchsorted(cumulative[:, :-1], points, right=True)
+    return torch.searchsorted(cumulative, points, right=True).clamp_max(probs.shape[-1] - 1)
 
 
 def residual_distribution(target_probs: torch.Tensor, draft_probs: torch.Tensor) -> torch.Tensor:

@@ -1,6 +1,7 @@
 """Tensors on their way from stage to stage, and between the host and an accelerator. A transfer to the host waits for
 all that the device has been asked for, so a round makes few of them."""
 
+import functools
 from collections.abc import Sequence
 
 import torch
@@ -9,6 +10,17 @@ import torch
 def joined(parts: Sequence[torch.Tensor], dim: int = 0) -> torch.Tensor:
     """Return tensors one after the other; a single one as it is, without a copy."""
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim=dim)
+
+
+def first_integers(end: int, device: torch.device) -> torch.Tensor:
+    """Return 0, 1, ..., `[end]`, part of a tensor that is kept."""
+    return _integers(max(1024, 1 << (end - 1).bit_length()), device)[:end]
+
+
+@functools.lru_cache(maxsize=64)
+def _integers(end: int, device: torch.device) -> torch.Tensor:
+    with torch.inference_mode(False):
+        return torch.arange(end, device=device)
 
 
 def to_device(
@@ -25,6 +37,8 @@ def to_host(*parts: torch.Tensor | None) -> list[torch.Tensor | None]:
     given = [part for part in parts if part is not None]
     if not given or given[0].device.type == "cpu":
         return list(parts)
-    flat = torch.cat([part.flatten().float() for part in given]).cpu().split([part.numel() for part in given])
+    # Joined with others, whole numbers become float32.
+    flat = torch.cat([part.float().flatten() if part.is_floating_point() else part.flatten() for part in given])
+    flat = flat.cpu().split([part.numel() for part in given])
     found = (flat_part.view(part.shape).to(part.dtype) for flat_part, part in zip(flat, given, strict=True))
     return [None if part is None else next(found) for part in parts]

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from .distributions import Scores, TokenDistribution, draw_if_any, residual_distribution
 from .drafts import DraftBlock, Drafts, DraftTree, DraftTrees, Verified
 from .noise import BlockNoise
-from .transfers import to_device, to_host
+from .transfers import first_integers, to_device, to_host
 
 TINY = 1e-30  # keeps a quotient of zeros finite
 
@@ -156,15 +156,14 @@ def verify_chains(
     sent = None if is_whole else to_device(torch.arange(gamma, device="cpu") < lengths[:, None], drafted.device)
     if not is_whole:
         drafted = torch.where(sent[..., None], drafted, 0.0)
-    drafted = F.pad(drafted, (0, 0, 0, 1))
-    chances = prefix_chances(target_distribution, drafted, weights)
+    excess = excess_over(drafted, target_distribution, weights)
+    chances = prefix_chances(excess, weights)
     num_accepted = longest_accepted(chances if is_whole else torch.where(sent, chances, 0.0), accept_uniforms)
-    rows = torch.arange(len(lengths), device=num_accepted.device)
+    rows = first_integers(len(lengths), num_accepted.device)
     following = target_distribution[rows, num_accepted]
-    residual = residual_distribution(
-        following.probs * weights.gather(1, num_accepted[:, None]), drafted[rows, num_accepted]
-    )
-    return Verified(num_accepted, draw_if_any(TokenDistribution(residual, following.candidate_ids), next_uniforms))
+    # Where the distributions agree to rounding, nothing exceeds the draft's: the target's own stands in.
+    left = torch.add(excess[rows, num_accepted], following.probs, alpha=TINY)
+    return Verified(num_accepted, draw_if_any(TokenDistribution(left, following.candidate_ids), next_uniforms))
 
 
 def prefix_weights(block: DraftBlock, target_distribution: TokenDistribution) -> torch.Tensor:
@@ -173,32 +172,36 @@ def prefix_weights(block: DraftBlock, target_distribution: TokenDistribution) ->
     token, `[R, γ or more, n]`."""
     tokens = block.token_ids[..., None]
     ratios = target_distribution[:, : tokens.shape[1]].probability(tokens)[..., 0]
-    if block.distribution is not None:
-        draft_probs = block.distribution.probability(tokens)[..., 0]
-        ratios = ratios / draft_probs.clamp_min(torch.finfo(draft_probs.dtype).tiny)
+    if block.distribution is not None:  # of which no drawn token has the probability 0
+        ratios = ratios / block.distribution.probability(tokens)[..., 0]
     # log p_k = min(log p_{k-1} + log ratio, 0): a sum that its own maximum holds down, of all k at once.
     wide = torch.float32 if ratios.device.type == "mps" else torch.float64  # Apple's GPUs have nothing wider
     sums = F.pad(ratios, (1, 0), value=1.0).to(wide).log().cumsum(dim=1)
     return (sums - sums.cummax(dim=1).values).exp().to(ratios.dtype)
 
 
-def prefix_chances(
-    target_distribution: TokenDistribution, drafted: torch.Tensor, weights: torch.Tensor
+def excess_over(
+    drafted: torch.Tensor, target_distribution: TokenDistribution, weights: torch.Tensor
 ) -> torch.Tensor:
-    """Return with what probability the first 1..γ tokens are accepted if no longer prefix is, `[R, γ]`.
+    """Return max(p_k p_t - p_d, 0) of each place's next token, `[R, γ+1, n]`: p_d `[R, γ, n]` is 0 after the last."""
+    weighted = weights[..., None] * target_distribution.probs
+    weighted[:, :-1].sub_(drafted)
+    return weighted.clamp_min_(0.0)
 
-    It is s / (s + 1 - p_k) with s = sum max(p_k p_t - p_d, 0) over the token after the prefix; `drafted` are p_d of
-    each place's next token, `[R, γ+1, n]`, 0 after the last one. Where the target has no distribution, a prefix is
-    taken with p_k, so that the caller learns.
+
+def prefix_chances(excess: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """Return with what probability the first 1..γ tokens are accepted if no longer prefix is, `[R, γ]`; NaN is never.
+
+    It is s / (s + 1 - p_k) with s the sum of the excess `[R, γ+1, n]` over the token after the prefix, p_k at most.
+    Where the target has no distribution, a prefix is taken with p_k, so that the caller learns.
     """
-    excess = (weights[..., None] * target_distribution.probs - drafted).clamp_min(0.0).sum(dim=-1)
-    inside = excess / (excess + 1.0 - weights).clamp_min(torch.finfo(excess.dtype).tiny)
-    return torch.where(excess.isnan(), weights, inside)[:, 1:]
+    sums = excess.sum(dim=-1).fmin(weights)
+    return (sums / (sums - weights + 1.0))[:, 1:]
 
 
 def longest_accepted(chances: torch.Tensor, accept_uniforms: torch.Tensor) -> torch.Tensor:
     """Return the number of tokens of the longest prefix whose uniform is below its chance, `[R]`."""
-    counts = torch.arange(1, chances.shape[1] + 1, device=chances.device)
+    counts = first_integers(1 + chances.shape[1], chances.device)[1:]
     return ((accept_uniforms < chances) * counts).amax(dim=1)
 
 

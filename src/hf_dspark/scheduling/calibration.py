@@ -32,7 +32,7 @@ def calibrated_confidence(logits: torch.Tensor, fits: LogitFits | torch.Tensor |
     logits = logits.float()
     if fits is not None:
         slopes, offsets = torch.as_tensor(fits, device=logits.device).unbind(dim=-1)
-        logits = logits * slopes + offsets
+        logits = torch.addcmul(offsets, logits, slopes)
     return logits.sigmoid()
 
 
