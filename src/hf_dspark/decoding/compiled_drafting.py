@@ -96,9 +96,9 @@ class CompiledDraft(CompiledPasses):
             hidden, base_logits = found
             return draft.sample_block(hidden, base_logits[:, :num_tokens], anchor_ids, sampler)
         kept = (part if part is None else part[:, :num_tokens] for part in found)
-        token_ids, confidence_logits, broken, probs, ids = kept
+        token_ids, confidence_logits, marks, probs, ids = kept
         distribution = None if probs is None else TokenDistribution(probs, ids)
-        return DraftBlock(token_ids, distribution, confidence_logits, broken)
+        return DraftBlock(token_ids, distribution, confidence_logits, marks)
 
     def _chain(self, draft: DSparkDraftModel, sampler: Chains) -> Chain | None:
         """Return how chains are drawn within the graph; `None`: after it."""
@@ -132,4 +132,4 @@ def _run(
     block = draft.sample_block(hidden, base_logits, anchor_ids, Chains((), *chain))
     drawn = block.distribution
     probs, ids = (None, None) if drawn is None else (drawn.probs, drawn.candidate_ids)
-    return block.token_ids, block.confidence_logits, block.broken, probs, ids
+    return block.token_ids, block.confidence_logits, block.marks, probs, ids

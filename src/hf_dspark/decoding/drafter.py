@@ -60,6 +60,7 @@ class Drafter:
         self._borrowed = support.embedding, support.lm_head, target.dtype
         draft.bind(support.target)
         self.cache = SlotCache() if cache is None else cache
+        self.device, self.dtype = draft.device, draft.dtype  # looked up once: each time, all modules are walked
         self.policy = call.policy.fresh()
         window = call.options.draft_window
         if window == "auto":
@@ -68,23 +69,26 @@ class Drafter:
         if window is not None and self.cache.limit is not None:
             most = 2 * window + draft.config.num_slots + self.policy.most_nodes
             self.cache.limit = min(self.cache.limit, most)
+        self.cache.window = window
         self.statistics = draft.last_stats = Rounds(policy=self.policy.to_dict())
         self._options = call.options
         self._processor = DraftProcessor(call.logits_processor, draft.config.vocab_size)
         self._do_sample = call.generation_config.do_sample
         # The user's seed decides about it. Greedy decoding draws nothing, as plain decoding does not.
         self._seed = int(torch.empty((), dtype=torch.int64, device="cpu").random_()) if self._do_sample else 0
-        self._answers = call.options.answers if call.options.prompt_lookup else None
-        if self._do_sample and self._answers is not None:
-            self._seed ^= self._answers.new_key()
         self._ends = eos_token_ids(call.generation_config)
         self._num_positions, self._rope_switches = support.num_positions, support.rope_switches
         self._max_drafts = min(draft.config.block_size, call.max_drafts or draft.config.block_size)
         fits = draft.config.confidence_fits_for(call.options.domain, self._do_sample)
-        self._confidence_fits = None if fits is None else torch.tensor(fits, device=draft.device)
+        self._confidence_fits = None if fits is None else torch.tensor(fits, device="cpu")
         # Who limits the tokens of a block means a chain.
         may_grow = in_own_loop and draft.grows_trees and support.tree_obstacle is None
-        self._grows_trees = may_grow and call.max_drafts is None
+        self._grows_trees = may_grow and call.max_drafts is None and self.policy.most_nodes > 0
+        # What follows a match is a branch of a tree: of another target, nobody looks answers up.
+        looks_up = call.options.prompt_lookup and support.tree_obstacle is None
+        self._answers = call.options.answers if looks_up else None
+        if self._do_sample and self._answers is not None:
+            self._seed ^= self._answers.new_key()
         self._siblings = SiblingAcceptance(self._do_sample, ((1.0, 0.0),), ((0.0,),))  # of who proposes nothing
         if self._grows_trees and draft.drafts_blocks:
             self._siblings = draft.config.siblings_for(self._do_sample)
@@ -97,6 +101,8 @@ class Drafter:
         keeps_blocks = in_own_loop and self.policy.draws_tails and draft.draws_tails and self._compiled is None
         self._last_blocks = LastBlocks() if keeps_blocks else None
         self._matchers: dict[int, NgramMatcher] = {}
+        width = len(draft.config.target_layer_ids or ()) * draft.config.feature_size
+        self._no_features = torch.empty(0, width, device=self.device, dtype=self.dtype)
         self._given_up: set[int] = set()  # ids of requests for which the draft's numbers overflow
         self._has_warned = False
 
@@ -114,7 +120,7 @@ class Drafter:
         if not self._do_sample:
             return None
         ids, blocks = [request.id for request in requests], [request.blocks for request in requests]
-        return block_noise(self._seed, ids, blocks, self._noise_width, self.draft.device)
+        return block_noise(self._seed, ids, blocks, self._noise_width, self.device)
 
     def propose(self, requests: Sequence[Request], noise: BlockNoise | None) -> Proposal:
         """Draft a tree or a chain for each request, in the order of the cache's rows; the requests share one budget.
@@ -140,7 +146,7 @@ class Drafter:
         if answer:
             num_tokens = max(self.policy.limit_lengths(max_lengths, load).tolist())
         siblings, plan, matches = self.policy.expected_siblings(self._siblings), None, []
-        if num_tokens and self._grows_trees and self.policy.most_nodes > 0:
+        if num_tokens and self._grows_trees:
             matches = [self._match(request) for request in requests]
             plan = self.policy.plan_tree(siblings, load, [match.chances for match in matches])
         if plan is not None:
@@ -149,7 +155,7 @@ class Drafter:
         elif num_tokens and self.draft.drafts_blocks:
             drafts, drafted = self._draft_chains(requests, noise, num_tokens, max_lengths, load, is_tail), True
         else:
-            token_ids = torch.empty(len(requests), 0, dtype=torch.long, device=self.draft.device)
+            token_ids = torch.empty(len(requests), 0, dtype=torch.long, device=self.device)
             drafts = DraftBlock(token_ids, lengths=torch.zeros_like(max_lengths), rows=[[]] * len(requests))
             drafted = False
             if not self._read_late(requests):
@@ -165,30 +171,35 @@ class Drafter:
         load: Load,
         is_tail: bool,
     ) -> DraftBlock:
-        uniforms = None if noise is None else to_device(noise.draft_uniforms, self.draft.device)
+        uniforms = None if noise is None else to_device(noise.draft_uniforms, self.device)
         lacks_head = self.policy.requires_confidence and not self.draft.config.enable_confidence_head
         sampler = Chains(requests, self._processor, uniforms, lacks_head)
         block = (self._draw_tails if is_tail else self._read)(requests, sampler, num_tokens)
-        if block.confidence_logits is not None:
-            slots = self._last_blocks.places(requests, num_tokens) if is_tail else slice(num_tokens)
-            fits = None if self._confidence_fits is None else self._confidence_fits[slots]
-            predicted = calibrated_confidence(block.confidence_logits, fits)
-            if sampler.is_forced:
-                predicted = predicted.masked_fill(to_device(sampler.is_forced, predicted.device).T, 1.0)
-            is_needed = self.policy.requires_confidence
-            broken = block.broken | predicted.isnan() if is_needed else block.broken
-            block = replace(block, confidence=predicted, broken=broken)
         block = replace(block, lengths=max_lengths.clamp(max=num_tokens), ends=self._ends)
         if not self._waits:
             return block
-        block = block.on_host(*to_host(*block.for_host()))
-        lengths = self.policy.plan_verify(block.confidence, max_lengths, load)
+        token_ids, marks, logits = to_host(*block.for_host())
+        confidence = None
+        if logits is not None:
+            slots = self._last_blocks.places(requests, num_tokens) if is_tail else slice(num_tokens)
+            confidence = self._calibrated(logits, slots)
+            if sampler.is_forced:
+                confidence = confidence.masked_fill(torch.tensor(sampler.is_forced, device="cpu").T, 1.0)
+            if self.policy.requires_confidence:
+                marks = marks.where(~confidence.isnan(), torch.nan)
+            confidence = confidence.nan_to_num(0.0)
+        block = block.on_host(token_ids, marks, logits)
+        lengths = self.policy.plan_verify(confidence, max_lengths, load)
         if not all(0 <= length <= most for length, most in zip(lengths.tolist(), max_lengths.tolist(), strict=True)):
             raise ValueError(
                 f"{type(self.policy).__name__}.plan_verify must return lengths in [0, max_lengths="
                 f"{max_lengths.tolist()}], got {lengths.tolist()}"
             )
-        return replace(block, lengths=torch.minimum(lengths, block.lengths))
+        return replace(block, confidence=confidence, lengths=torch.minimum(lengths, block.lengths))
+
+    def _calibrated(self, logits: torch.Tensor, slots: slice | torch.Tensor) -> torch.Tensor:
+        """Return c_k of some slots of blocks, `[R, n]`, on the host."""
+        return calibrated_confidence(logits, None if self._confidence_fits is None else self._confidence_fits[slots])
 
     def _draft_trees(
         self,
@@ -215,9 +226,9 @@ class Drafter:
         return drafts
 
     def _draw_tails(self, requests: Sequence[Request], sampler: Sampler, num_tokens: int) -> Drafts:
-        anchors = joined([request.anchor for request in requests]).to(self.draft.device)
+        anchors = joined([request.anchor for request in requests]).to(self.device)
         slots = self._last_blocks.tails(requests, num_tokens)
-        with _own_precision(self.draft):
+        with self._own_precision():
             return self.draft.sample_block(*slots, anchors, sampler, is_tail=True)
 
     def keep(self, request: Request, features: torch.Tensor) -> None:
@@ -228,7 +239,6 @@ class Drafter:
 
     def make_room(self, row: int, request: Request) -> None:
         """Prepare a row of the cache for the features of a request, which end right before its anchor."""
-        self.cache.window = self.window
         self.cache.make_room(row, _num_features([request])[0], request.anchor_position)
 
     def _read_late(self, requests: Sequence[Request]) -> bool:
@@ -262,9 +272,7 @@ class Drafter:
     ) -> Drafts | None:
         """Let the draft read all features that it has not seen, and draft so many levels if a sampler draws them."""
         draft, num_features = self.draft, _num_features(requests)
-        width = len(draft.config.target_layer_ids) * draft.config.feature_size
-        nothing = torch.empty(0, width, device=draft.device, dtype=draft.dtype)
-        anchors = joined([request.anchor for request in requests])
+        anchors = joined([request.anchor for request in requests]).to(self.device)
         # The features end right before the anchor, so the token after each of them is committed.
         counts = [count + draft.reads_own_tokens for count in num_features]
         committed_ids = joined(list(map(Request.last_ids, requests, counts)))
@@ -272,9 +280,9 @@ class Drafter:
             self.make_room(row, request)
         before = self.cache.lengths
         try:
-            with _own_precision(draft):
+            with self._own_precision():
                 parts = [part for request in requests for part in request.features]
-                context = anchors, joined(parts or [nothing]), self.cache
+                context = anchors, joined(parts or [self._no_features]), self.cache
                 if sampler is None:
                     draft.read_block(*context, num_features, committed_ids)
                     return None
@@ -285,7 +293,7 @@ class Drafter:
                     slots = draft.predicting(hidden)[:, :num_tokens]
                     base_logits = draft.base_logits(slots)
                     self._last_blocks.keep(requests, slots, base_logits)
-                    return draft.sample_block(slots, base_logits, anchors.to(draft.device), sampler)
+                    return draft.sample_block(slots, base_logits, anchors, sampler)
                 return draft.draft_block(*context, sampler, num_features, committed_ids, num_tokens)
         finally:
             for request, known, length in zip(requests, before, self.cache.lengths, strict=False):
@@ -298,7 +306,7 @@ class Drafter:
         if min(map(min, token_ids)) >= 0:
             return
         if not self._has_warned:
-            name, dtype = self.draft.name_or_path or type(self.draft).__name__, self.draft.dtype
+            name, dtype = self.draft.name_or_path or type(self.draft).__name__, self.dtype
             warnings.warn(
                 f"the draft {name} gives numbers that are NaN or infinite in {dtype}. Sequences in which it does are "
                 "decoded without drafts: exact, but slower. Large activations overflow in float16: load the draft "
@@ -322,6 +330,9 @@ class Drafter:
         observer, drafts, target_logits = self._options.observer, verified.drafts, None
         if proposal.drafted and isinstance(drafts, DraftBlock):
             self._give_up(requests, drafts.rows)
+            if drafts.confidence is None and drafts.confidence_logits is not None:
+                confidence = self._calibrated(drafts.confidence_logits, slice(drafts.token_ids.shape[1]))
+                drafts = replace(drafts, confidence=confidence.nan_to_num(0.0))
         if self.statistics.first_round_at is None:
             self.statistics.first_round_at = time.perf_counter() - seconds.total
         if observer is not None:
@@ -347,13 +358,12 @@ class Drafter:
         if observer is not None:
             observer(outcome)
 
-
-def _own_precision(draft: DraftModel) -> AbstractContextManager:
-    """Leave autocast for a draft in half precision of another kind than it casts to, which it cannot mix."""
-    kind = draft.device.type
-    if draft.dtype == torch.float32 or kind not in ("cpu", "cuda") or not torch.is_autocast_enabled(kind):
-        return nullcontext()
-    return torch.autocast(kind, enabled=draft.dtype == torch.get_autocast_dtype(kind))
+    def _own_precision(self) -> AbstractContextManager:
+        """Leave autocast for a draft in half precision of another kind than it casts to, which it cannot mix."""
+        kind = self.device.type
+        if self.dtype == torch.float32 or kind not in ("cpu", "cuda") or not torch.is_autocast_enabled(kind):
+            return nullcontext()
+        return torch.autocast(kind, enabled=self.dtype == torch.get_autocast_dtype(kind))
 
 
 def _num_features(requests: Sequence[Request]) -> list[int]:

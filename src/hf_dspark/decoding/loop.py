@@ -77,7 +77,7 @@ class DecodingLoop:
         # accelerate would bring an index to another device than the head's; a number stays what it is.
         self._is_spread = support.is_spread
         self._shares_keys = support.shares_keys
-        self._device = drafter.draft.device
+        self._device, self._dtype = drafter.device, drafter.dtype
         self._input_device = support.input_device
         self._has_outliers = support.has_outliers
         self._fast_linears = fast_linears(*support.linears, drafter.draft)
@@ -168,7 +168,7 @@ class DecodingLoop:
         if logits_at is not None and not target_picks:
             logits = logits[to_device(logits_at, logits.device)]
         states = self.recording.by_token(outputs.hidden_states, len(tokens))
-        features = self._capture.take(self._device, self.drafter.draft.dtype)[0]
+        features = self._capture.take(self._device, self._dtype)[0]
         return TargetOutput(layout, logits.to(self._device), features, states)
 
     def _commit(self, verified: Verified, output: TargetOutput) -> list[int]:

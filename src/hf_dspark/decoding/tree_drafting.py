@@ -10,7 +10,7 @@ from typing import ClassVar
 import numpy as np
 import torch
 
-from ..sampling.distributions import Scores, TokenDistribution, draw, has_none, largest
+from ..sampling.distributions import Scores, TokenDistribution, draw, largest
 from ..sampling.drafts import ChainSampler, DraftBlock, DraftTree, DraftTrees, SiblingDistribution
 from ..sampling.transfers import to_device, to_host
 from ..scheduling.calibration import calibrated_confidence
@@ -65,11 +65,10 @@ class Chains(ChainSampler):
         return draw(distribution, self.uniforms[:, len(self.token_ids)]), distribution
 
     def finish(self, confidence_logits: torch.Tensor | None = None) -> DraftBlock:
-        block = super().finish(self.expected_logits(confidence_logits))
-        is_drawn = block.distribution is not None
-        return replace(
-            block, broken=has_none(block.distribution) if is_drawn else torch.stack(self._best, dim=1).isnan()
-        )
+        return super().finish(self.expected_logits(confidence_logits))
+
+    def marks(self, drawn: TokenDistribution | None) -> torch.Tensor:
+        return torch.stack(self._best, dim=1) if drawn is None else drawn.probs[..., 0]
 
     def expected_logits(self, confidence_logits: torch.Tensor | None = None) -> torch.Tensor | None:
         """Return the logits of c_k, `[R, γ]`: those of a head, if there is one."""
@@ -199,23 +198,25 @@ class DrawnTrees(TreeSampler):
     """Draws the children of one level after another."""
 
     uniforms: Sequence[Sequence[float]]  # of the draws of each request, one for each node
-    confidence_fits: torch.Tensor | None  # slope and offset of the confidences by depth, [γ, 2]
+    confidence_fits: torch.Tensor | None  # slope and offset of the confidences by depth, [γ, 2], on the CPU
     reads_confidence: ClassVar[bool] = True  # the probabilities of drawn nodes must not decide about them
 
     def _children(self, scores: Scores, confidence_logits: torch.Tensor | None) -> Iterator[Child]:
         distribution = scores.distribution()
         parts = [distribution.probs]
         if confidence_logits is not None:
-            fits = None if self.confidence_fits is None else self.confidence_fits[self._depth : self._depth + 1]
-            parts.append(calibrated_confidence(confidence_logits[:, None], fits))
+            parts.append(confidence_logits[:, None])
         if distribution.candidate_ids is None:
             (probs, *known), ids = to_host(*parts), None
         else:
             probs, *known, ids = to_host(*parts, distribution.candidate_ids)
             distribution, ids = TokenDistribution(probs, ids), ids.numpy()  # verified on the host
         probs = probs.numpy()
-        # Without confidences, what a draft that is right would have.
-        known = known[0].numpy().astype(float) if known else np.square(probs).sum(axis=1, keepdims=True)
+        if known:
+            fits = None if self.confidence_fits is None else self.confidence_fits[self._depth : self._depth + 1]
+            known = calibrated_confidence(known[0], fits).numpy().astype(float)
+        else:  # what a draft that is right would have
+            known = np.square(probs).sum(axis=1, keepdims=True)
         shares, is_distribution = self._shares(known)
         wanted: dict[int, list[int | None]] = {}  # tokens of nodes with a match, in the order of their tests
         matching = self._matching()

@@ -4,6 +4,7 @@ Shared by the training masks of drafts, by their decoding passes, and by targets
 are `[R, heads, width, size]`, keys and values `[R, key_heads, slots, size]`, outputs `[R, heads, width, value_size]`.
 """
 
+import functools
 from functools import partial
 
 import torch
@@ -55,8 +56,14 @@ def causal_mask(width: int, slots: int, group: int, dtype: torch.dtype, device: 
     """Return what [`fold_mask`] makes of a mask by which the last column sees all slots, and each one before it one
     slot less, `[1, 1, group * width, slots]`."""
     aligned = -(-slots // MASK_MULTIPLE) * MASK_MULTIPLE
-    hidden = torch.full((group, width, aligned), -torch.inf, dtype=dtype, device=device).triu_(slots - width + 1)
+    hidden = _infinity(dtype, device).expand(group, width, aligned).triu(slots - width + 1)
     return hidden.view(1, 1, group * width, aligned)[..., :slots]
+
+
+@functools.lru_cache(maxsize=16)
+def _infinity(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    with torch.inference_mode(False):
+        return torch.full((), -torch.inf, dtype=dtype, device=device)
 
 
 def attend_with_extras(

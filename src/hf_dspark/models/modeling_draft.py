@@ -345,7 +345,7 @@ class DraftModel(PreTrainedModel):
         """
         counts = num_features or (features.shape[1],) * len(anchor_ids)
         hidden = self.read_block(anchor_ids, features, cache, counts, committed_ids)
-        return self._draw(hidden, anchor_ids.to(self.device), sampler, num_tokens, cache, counts)
+        return self._draw(hidden, anchor_ids, sampler, num_tokens, cache, counts)
 
     @torch.no_grad()
     def read_block(

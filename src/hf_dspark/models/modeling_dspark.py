@@ -152,7 +152,7 @@ class DSparkDraftModel(DraftModel):
         Features `[B, C, m*d]` are of the context rows that are not cached yet, positions `[B, C+Q]` of those, then of
         the block rows. In a [`CachedPass`], B = 1, and the rows of all requests are packed. DSpark Eq. 2-3.
         """
-        context = self.hidden_norm(self.fc(self.as_input(features)))  # Eq. 2
+        context = self.hidden_norm(self.fc(features.to(block_embeds)))  # Eq. 2
         rotary = self.rotary(position_ids, block_embeds.dtype)
         hidden = block_embeds
         if self.hc_head is not None:

@@ -106,7 +106,13 @@ class SlotLayout:
             rows, columns, _ = self._index(torch.device("cpu"))
             return to_device(self.row_positions(torch.device("cpu"))[rows, columns][None], device)
         if self.num_rows == 1:
-            return first_integers(self.end, device)[None, self.starts[0] :]
+            start = self.starts[0]  # negative before a prompt whose ids are not known
+            known = (
+                first_integers(self.end, device)[start:]
+                if start >= 0
+                else torch.arange(start, self.end, device=device)
+            )
+            return known[None]
         return self._index(device)[2][None]
 
     def row_positions(self, device: torch.device) -> torch.Tensor:

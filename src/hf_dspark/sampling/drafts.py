@@ -43,10 +43,10 @@ class DraftBlock:
     # are arg-max: then the distribution is one-hot, and any cut-off is lossless.
     distribution: TokenDistribution | None = None
     confidence_logits: torch.Tensor | None = None  # of c_k, [R, γ], known before x_k was drawn; not of every draft
-    # Slots for which the draft gave no distribution, since its numbers overflowed, [R, γ]; known before x_k was drawn.
-    broken: torch.Tensor | None = None
+    # [R, γ], NaN where the draft gave no distribution, since its numbers overflowed; known before x_k was drawn.
+    marks: torch.Tensor | None = None
     lengths: torch.Tensor | None = None  # tokens of each row that are verified, [R], on the CPU
-    confidence: torch.Tensor | None = None  # calibrated c_k, [R, n], on the host when the tokens are
+    confidence: torch.Tensor | None = None  # calibrated c_k, [R, n], on the host
     rows: Sequence[Sequence[int]] | None = None  # the tokens on the host, -1 for broken ones; `None`: not there yet
     ends: frozenset[int] = frozenset()  # tokens that end a sequence
 
@@ -60,20 +60,23 @@ class DraftBlock:
         """The parent of each place, by row; `None` as each place follows the one before."""
         return None
 
-    def for_host(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """Return what `on_host` is to be given, on the device: tokens, and confidences if there are any."""
-        if self.rows is not None:
-            return None, None
-        return self.token_ids if self.broken is None else self.token_ids.masked_fill(self.broken, -1), self.confidence
+    def for_host(self) -> tuple[torch.Tensor | None, ...]:
+        """Return what `on_host` is to be given, on the device: tokens, marks and logits of confidences."""
+        return (None,) * 3 if self.rows is not None else (self.token_ids, self.marks, self.confidence_logits)
 
-    def on_host(self, token_ids: torch.Tensor | None, confidence: torch.Tensor | None) -> "DraftBlock":
+    def on_host(
+        self, token_ids: torch.Tensor | None, marks: torch.Tensor | None, confidence_logits: torch.Tensor | None
+    ) -> "DraftBlock":
         """Return the block with what came to the host, cut where tokens say so: before a broken one, and after one
         that ends a sequence. That one must stay: dropping a token because of its value would bias the output."""
         if token_ids is None:
             return self
-        rows, confidence = token_ids.tolist(), None if confidence is None else confidence.nan_to_num(0.0)
-        ends = torch.tensor([_end(row, self.ends) for row in rows], device="cpu")
-        return replace(self, rows=rows, confidence=confidence, lengths=torch.minimum(self.lengths, ends))
+        rows = (token_ids if marks is None else token_ids.masked_fill(marks.isnan(), -1)).tolist()
+        lengths = [
+            min(pair) for pair in zip(self.lengths.tolist(), (_end(row, self.ends) for row in rows), strict=True)
+        ]
+        lengths = torch.tensor(lengths, device="cpu")
+        return replace(self, rows=rows, lengths=lengths, confidence_logits=confidence_logits)
 
     def packed(self, anchors: torch.Tensor) -> torch.Tensor:
         """Return anchors `[R]` and drafts row by row, `[T]`, as one packed pass reads them."""
@@ -254,7 +257,11 @@ class ChainSampler:
 
     def finish(self, confidence_logits: torch.Tensor | None = None) -> DraftBlock:
         drawn = None if self._distributions[0] is None else TokenDistribution.stack(self._distributions)
-        return DraftBlock(torch.stack(self.token_ids, dim=1), drawn, confidence_logits)
+        return DraftBlock(torch.stack(self.token_ids, dim=1), drawn, confidence_logits, self.marks(drawn))
+
+    def marks(self, drawn: TokenDistribution | None) -> torch.Tensor | None:
+        """Return numbers `[R, γ]`, NaN where there was no distribution."""
+        return None
 
 
 class SiblingDistribution:

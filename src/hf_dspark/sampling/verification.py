@@ -35,8 +35,8 @@ def verify(
     if isinstance(drafts, DraftTrees):
         return _verify_trees(drafts, scores, first_rows, noise, logits)
     parts = scores.best()[1:] if noise is None else _verify_drawn(drafts, scores, first_rows, noise)
-    *parts, numbers, doubt, tokens, confidence = to_host(*parts, logits, scores.doubt, *drafts.for_host())
-    block = drafts.on_host(tokens, confidence)
+    *parts, numbers, doubt, tokens, marks, confidences = to_host(*parts, logits, scores.doubt, *drafts.for_host())
+    block = drafts.on_host(tokens, marks, confidences)
     if doubt or (noise is not None and block.lengths.tolist() != drafts.lengths.tolist()):
         return verify(block, scores.sure(), first_rows, noise, logits)
     if noise is None:
@@ -174,15 +174,14 @@ def prefix_weights(block: DraftBlock, target_distribution: TokenDistribution) ->
     ratios = target_distribution[:, : tokens.shape[1]].probability(tokens)[..., 0]
     if block.distribution is not None:  # of which no drawn token has the probability 0
         ratios = ratios / block.distribution.probability(tokens)[..., 0]
-    # log p_k = min(log p_{k-1} + log ratio, 0): a sum that its own maximum holds down, of all k at once.
+    # p_k is the product of the first k ratios over the largest such product so far. By Markov's inequality none grows
+    # beyond 10^n more often than in one of 10^n blocks.
     wide = torch.float32 if ratios.device.type == "mps" else torch.float64  # Apple's GPUs have nothing wider
-    sums = F.pad(ratios, (1, 0), value=1.0).to(wide).log().cumsum(dim=1)
-    return (sums - sums.cummax(dim=1).values).exp().to(ratios.dtype)
+    products = F.pad(ratios, (1, 0), value=1.0).cumprod(dim=1, dtype=wide)
+    return (products / products.cummax(dim=1).values).to(ratios.dtype)
 
 
-def excess_over(
-    drafted: torch.Tensor, target_distribution: TokenDistribution, weights: torch.Tensor
-) -> torch.Tensor:
+def excess_over(drafted: torch.Tensor, target_distribution: TokenDistribution, weights: torch.Tensor) -> torch.Tensor:
     """Return max(p_k p_t - p_d, 0) of each place's next token, `[R, γ+1, n]`: p_d `[R, γ, n]` is 0 after the last."""
     weighted = weights[..., None] * target_distribution.probs
     weighted[:, :-1].sub_(drafted)

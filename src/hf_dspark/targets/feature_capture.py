@@ -51,7 +51,8 @@ class FeatureCapture:
     def restore(self) -> None:
         """Take all hooks off, however many there are; what was captured stays."""
         for layer, hook in (self._counting, *self._taps, *self._traced_taps):
-            remove_hook(layer, hook)
+            if layer._forward_hooks or layer._forward_pre_hooks:
+                remove_hook(layer, hook)
 
     def __enter__(self) -> "FeatureCapture":
         try:
