@@ -377,13 +377,13 @@ def test_training_steps_have_the_same_losses(kind, cached, tmp_path, monkeypatch
 # Launches, copies to the device and waits of a round at most, for one row.
 QUICK = ("chain, greedy", "tree of 15, drawn")
 LIMITS = {
-    "chain, greedy": (FullBlock(), GREEDY, 278, 1, 1),
-    "chain, drawn": (FullBlock(), DRAWN, 357, 4, 1),
-    "chain, drawn by top-k and top-p": (FullBlock(), CUT, 431, 4, 1),
-    "chain, cut by confidences": (ConfidenceThreshold(0.5), GREEDY, 281, 1, 2),
-    "tree of 15, greedy": (TREES, GREEDY, 301, 13, 6),
-    "tree of 15, drawn": (TREES, DRAWN, 476, 13, 16),
-    "tree of 15, drawn by top-k and top-p": (TREES, CUT, 382, 13, 6),
+    "chain, greedy": (FullBlock(), GREEDY, 254, 1, 1),
+    "chain, drawn": (FullBlock(), DRAWN, 303, 4, 1),
+    "chain, drawn by top-k and top-p": (FullBlock(), CUT, 361, 4, 1),
+    "chain, cut by confidences": (ConfidenceThreshold(0.5), GREEDY, 257, 1, 2),
+    "tree of 15, greedy": (TREES, GREEDY, 280, 13, 6),
+    "tree of 15, drawn": (TREES, DRAWN, 446, 13, 16),
+    "tree of 15, drawn by top-k and top-p": (TREES, CUT, 334, 13, 6),
 }
 
 
