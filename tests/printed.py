@@ -38,8 +38,12 @@ SUBSTITUTES = {
     "rows[:200]": "rows[:2]",
     "num_train_epochs=4": "num_train_epochs=1",
     "compile=True": 'compile="auto"',  # tests/decoding/test_compiled.py has no compiler to wait for
-    "--num_train_epochs 6": "--max_steps 3",
+    "hf-dspark train --target": "hf-dspark train --max_steps 3 --target",
+    "hf-dspark eval --target": "hf-dspark eval --max_new_tokens 16 --target",
+    "hf-dspark calibrate --target": "hf-dspark calibrate --max_new_tokens 32 --target",
+    "hf-dspark regenerate --target": "hf-dspark regenerate --max_new_tokens 32 --target",
     ".read_text().splitlines()]": ".read_text().splitlines()[:4]]",
+    "me/my-draft --private": "me/private-draft --private",  # another page has made that one public
     "max_new_tokens=256": "max_new_tokens=16",
     "batch_sizes=(1, 4)": "batch_sizes=(1, 4), context_lengths=(16,), repetitions=1",
     "--batch_sizes 1 4 16": "--batch_sizes 1 4 --context_lengths 16 --repetitions 1",

@@ -135,7 +135,7 @@ def test_all_that_is_printed_runs_in_order(tmp_path):
     found = json.loads(done.stdout.splitlines()[-1])
     assert found["failed"] == [], "\n".join(found["failed"])
     assert len(found["left out"]) <= 12 and set(SMALL) <= set(found["ran"])
-    assert published == {"me/my-draft"}
+    assert published == {"me/my-draft", "me/private-draft"}
 
 
 def test_substitutes_and_what_is_left_out_are_still_printed():

@@ -249,12 +249,15 @@ def test_enumeration_catches_a_test_against_the_wrong_distribution(tiny):
     assert distance_from_target(*tiny, FullBlock(), claimed_distribution=lambda block: flat) > 0.01
 
 
-@pytest.mark.parametrize("policy", [FullBlock(), Scheduler(SLOPE, trees=False, skip=False)])
+@pytest.mark.parametrize(
+    "policy", [FullBlock(), pytest.param(Scheduler(SLOPE, trees=False, skip=False), marks=pytest.mark.slow)]
+)
 def test_two_rows_have_the_joint_distribution_of_both(monkeypatch, tiny, policy):
     distance, mass, _ = enumerate_rounds(monkeypatch, *tiny, policy, LogitsProcessorList([TopKLogitsWarper(2)]))
     assert distance < 5e-6 and mass == pytest.approx(1.0, abs=1e-5)
 
 
+@pytest.mark.slow  # the enumeration above says the same, faster
 @pytest.mark.parametrize("options", [{}, {"assistant_confidence_threshold": 0.5}], ids=["full", "threshold"])
 def test_generate_samples_from_the_target_distribution(tiny, options):
     counts = sampled_sequences(*tiny, num_draws=700, **options)

@@ -33,7 +33,7 @@ BATCHED = OPTIONS | {
 @pytest.mark.parametrize("options", BATCHED.values(), ids=BATCHED)
 def test_every_row_is_what_its_prompt_gives_alone(target, draft, prompts, options):
     plain = {key: value for key, value in options.items() if key != "prefill_chunk_size"}
-    assert_as_alone(target, draft, prompts, options, **plain)
+    assert_as_alone(target, draft, prompts[-4:] if options else prompts, options, **plain)  # of several lengths
 
 
 @pytest.mark.parametrize("loop", ["own", "transformers"])
