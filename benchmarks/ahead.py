@@ -21,6 +21,7 @@ from hf_dspark import FullBlock
 from hf_dspark.decoding import loop as decoding_loop
 from hf_dspark.decoding.drafter import Drafter
 from hf_dspark.decoding.tree_drafting import Chains
+from hf_dspark.sampling.drafts import DraftBlock
 from hf_dspark.sampling.transfers import joined
 
 MOST_TOKENS = 16  # of which the rank is recorded
@@ -46,6 +47,18 @@ class Block(Chains):
         return self.logits[slot].index_fill(0, self.token_ids[slot], -torch.inf).topk(MOST_TOKENS).indices
 
 
+def after_gap(drafter: Drafter, features: Sequence[torch.Tensor], ends: int, anchor: torch.Tensor, place: int,
+              sampler: Block) -> DraftBlock:  # fmt: skip
+    """Read features that end before a position, and draft after an anchor at a later one: some between are missing."""
+    draft, cache, count = drafter.draft, drafter.cache, sum(map(len, features))
+    if features:
+        cache.make_room(0, count, ends)
+        draft.read_block(anchor, joined(features), cache, [count])
+    cache.make_room(0, 0, place)
+    nothing = torch.empty(0, len(draft.config.target_layer_ids) * draft.config.feature_size)
+    return draft.draft_block(anchor, nothing, cache, sampler, [0])
+
+
 @contextmanager
 def lagging() -> Iterator[None]:
     """While entered, no block sees the features that the last verification gave."""
@@ -57,13 +70,8 @@ def lagging() -> Iterator[None]:
             return honest(self, requests, sampler, num_tokens)
         *older, latest = request.features
         request.features[:] = [latest]
-        draft, cache, place, count = self.draft, self.cache, request.anchor_position, sum(map(len, older))
-        if older:
-            cache.make_room(0, count, place - len(latest))
-            draft.read_block(request.anchor, joined(older), cache, [count])
-        cache.make_room(0, 0, place)
-        nothing = torch.empty(0, len(draft.config.target_layer_ids) * draft.config.feature_size)
-        return draft.draft_block(request.anchor, nothing, cache, sampler, [0])
+        place = request.anchor_position
+        return after_gap(self, older, place - len(latest), request.anchor, place, sampler)
 
     with mock.patch.object(Drafter, "_read", read):
         yield

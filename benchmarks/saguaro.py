@@ -1,4 +1,4 @@
-"""What drafting while the target verifies is worth: the theory, for `simulator.py ahead`.
+"""What drafting while the target verifies is worth: the theory, for `simulator.py ahead` and `ahead_threads.py`.
 
 Blocks are prepared for likely outcomes of a verification: how many drafts were accepted, and which token came after
 them. Times are in units of one verification. The drafter that prepares blocks takes `draft_time`. After a miss, an

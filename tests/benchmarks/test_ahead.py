@@ -1,0 +1,86 @@
+"""Tails and blocks that are drafted ahead: the same answers, also when the second thread fails or is interrupted."""
+
+import importlib
+import sys
+import threading
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+
+from hf_dspark import DecodingOptions, FullBlock, Scheduler, ThroughputTable
+from hf_dspark.decoding.loop import DecodingLoop
+from tests.rows import GREEDY, alone
+
+sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
+bench, ahead_threads = map(importlib.import_module, ("bench", "ahead_threads"))
+PROMPTS = [[3, 9, 12, 30, 7, 7, 21], [5, 11], [11, 4, 8, 8, 25, 13, 17, 31]]
+SLOW_DRAFT = ThroughputTable((1, 4, 8), (1.0, 0.95, 0.9), drafting=0.5)
+
+
+def answer(pair, ids, **options):
+    target, draft = pair
+    output = target.generate(torch.tensor([ids]), assistant_model=draft, **GREEDY | options)
+    return output[0, len(ids) :].tolist()
+
+
+@pytest.fixture
+def ahead(pair, monkeypatch):
+    monkeypatch.setattr(pair[1], "decoding", DecodingOptions(policy=FullBlock()))
+    return ahead_threads.Ahead([3, 2, 2, 1, 1], checks=True)
+
+
+@pytest.mark.parametrize("error", [RuntimeError("died"), torch.OutOfMemoryError("no memory"), KeyboardInterrupt()])
+@pytest.mark.parametrize(("fatal", "has_read"), [(1, False), (1, True), (9, False), (9, True)])
+def test_a_call_goes_on_without_the_thread_and_warns_once(pair, ahead, monkeypatch, error, fatal, has_read):
+    honest, drafted = ahead_threads.after_gap, []
+
+    def failing(*args):
+        drafted.append(threading.current_thread())
+        if len([each for each in drafted if each is not threading.main_thread()]) == fatal:
+            _ = honest(*args) if has_read else None
+            raise error
+        return honest(*args)
+
+    monkeypatch.setattr(ahead_threads, "after_gap", failing)
+    with ahead.working(), warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        answers = [answer(pair, ids) for ids in PROMPTS]
+    assert answers == [alone(pair[0], ids) for ids in PROMPTS]
+    assert [str(each.message) for each in said if "second thread" in str(each.message)] == [
+        f"blocks are drafted in turns: the second thread failed, {error!r}"
+    ]
+
+
+def test_an_interrupt_leaves_no_thread_and_nothing_of_its_call(pair, ahead, monkeypatch):
+    honest, rounds = DecodingLoop._verify, []
+
+    def interrupted(*args):
+        rounds.append(1)
+        if len(rounds) == 3:
+            raise KeyboardInterrupt
+        return honest(*args)
+
+    monkeypatch.setattr(ahead, "_verify", interrupted)
+    with ahead.working():
+        with pytest.raises(KeyboardInterrupt):
+            answer(pair, PROMPTS[0])
+        assert not ahead._thread.is_alive() and ahead.fault is None
+        assert [answer(pair, ids) for ids in PROMPTS] == [alone(pair[0], ids) for ids in PROMPTS]
+    assert sum(ahead.hits) > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["tails", "ahead"])
+def test_all_shipped_prompts_are_answered_as_by_the_target_alone(way):
+    target, draft, tokenizer = bench.load_pair()
+    ahead, tails = ahead_threads.Ahead([2, 1]), []
+    policy = Scheduler(SLOW_DRAFT, tails=True, trees=False, skip=False) if way == "tails" else FullBlock()
+    draft.decoding = DecodingOptions(policy=policy, observer=lambda outcome: tails.append(outcome.is_tail))
+    prompts = bench.held_out_ids(tokenizer)
+    expected = [alone(target, ids, max_new_tokens=64) for ids in prompts]
+    with ahead.working() if way == "ahead" else warnings.catch_warnings():
+        answers = [answer((target, draft), ids, max_new_tokens=64) for ids in prompts]
+    assert answers == expected and len(prompts) == 50
+    assert sum(ahead.hits if way == "ahead" else tails) > 50
