@@ -121,10 +121,7 @@ class LearnedCosts:
         self._passes = LearnedCurve(self._tokens, passes, known.context_seconds)
         self._drafting = LearnedCurve(REQUESTS, [max(known.drafting, 1e-3 * passes[0])] * len(REQUESTS))
         self._growth = [LearnedCurve((1,), (growth,)) for growth in known.growth]
-        self.rounds = 0
-        # By requests and cached tokens: when to try rounds without drafts, and their seconds over those of the curve.
-        self._tries: dict[tuple[int, int], ReprobeCounter] = {}
-        self._plain: dict[tuple[int, int], deque[float]] = {}
+        self.rounds, self.plain = 0, ReprobeCounter(FIRST_PLAIN, RARELY)
         self._tables: dict[int, tuple[int, ThroughputTable]] = {}  # by the number of requests, and when it was made
 
     def at(self, load: Load) -> ThroughputTable:
@@ -135,17 +132,6 @@ class LearnedCosts:
             table = self._table(requests)
             self._tables[requests] = self.rounds, table
         return table
-
-    def tries_plain(self, load: Load) -> bool:
-        """Count a round, and tell whether to go without drafts, to learn what that costs."""
-        return self._tries_of(load).look_again()
-
-    def _tries_of(self, load: Load) -> ReprobeCounter:
-        return self._tries.setdefault(_size_of(load), ReprobeCounter(FIRST_PLAIN, RARELY))
-
-    def plain_seconds(self, load: Load) -> float:
-        """Return the seconds of a round without drafts, which are no point of the curve of blocks."""
-        return self.at(load).plain_seconds(load) * float(np.median(self._plain.get(_size_of(load), 1.0)))
 
     def table(self) -> ThroughputTable:
         """Return the costs of one request up to γ+1 tokens, and of full blocks of several beyond."""
@@ -164,9 +150,7 @@ class LearnedCosts:
         tokens, drafting = load.base_tokens + int(outcome.lengths.sum()), outcome.draft_seconds
         self._passes.add(tokens, outcome.seconds - drafting, load.context_tokens)
         if not outcome.drafted:
-            factor = outcome.seconds / self.at(load).plain_seconds(load)
-            self._plain.setdefault(_size_of(load), deque(maxlen=RECENT)).append(factor)
-            self._tries_of(load).rounds = 0
+            self.plain.rounds = 0
         elif outcome.is_tail:
             pass  # its heads alone ran
         elif isinstance(outcome.drafts, DraftTrees):
@@ -177,11 +161,6 @@ class LearnedCosts:
         if self._keep is not None and self.rounds >= KEPT_AFTER and self.rounds & (self.rounds - 1) == 0:
             with contextlib.suppress(OSError):  # a read-only place: the next process learns again
                 self._keep(self.table(), learned_rounds=self.rounds)
-
-
-def _size_of(load: Load) -> tuple[int, int]:
-    """Return what loads of about one size have in common."""
-    return load.num_requests, load.context_tokens.bit_length()
 
 
 class LearnedAcceptance:

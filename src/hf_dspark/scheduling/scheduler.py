@@ -32,7 +32,6 @@ RECENT_ROUNDS = 10  # older rounds fade
 SAME_CONTEXT = 256  # cached tokens: so many more do not change the choice
 TAIL_SHARE = 0.25  # of drafting: what the heads alone take
 TAIL_ACCEPTANCE = 0.55  # expected of each slot of an unknown tail
-SURE_AFTER = 8.0  # promised tokens that the blocks of a call are as good as promised
 LEAST_GAIN = 1.03  # of trees over chains, as predicted: measured step times are no better than that
 
 
@@ -110,7 +109,6 @@ class Scheduler(Policy):
         self._forecasts: dict[int, BlockForecast] = {}
         self._latest: dict[int, Sequence[float]] = {}  # survivals of the last round; empty if it was skipped
         self._block_size = 0  # the longest block so far
-        self._promises = np.zeros(2)  # tokens that confidences have promised, and those accepted; older rounds fade
         self._gain = 1.0  # of the last round's trees over chains
         self._experience = known = self.cost if isinstance(self.cost, Experience) else None
         self._acceptance = LearnedAcceptance() if known is None else known.acceptance
@@ -152,9 +150,9 @@ class Scheduler(Policy):
             return "tail"
         if not self.skip:
             return True
-        if self._experience is not None and self._experience.costs.tries_plain(load):
+        if self._experience is not None and self._experience.costs.plain.look_again():
             return False
-        expected, plain = self._expected(load), self._plain_rate(load)
+        expected, plain = self._expected(load), load.base_tokens / self._cost_of(load).plain_seconds(load)
         if not expected or max(self._rate(load, expected), self._rate(load, self._latest)) > plain:
             self._skipped.reset()
             return True
@@ -174,17 +172,11 @@ class Scheduler(Policy):
         kept = sum(float(survivals[:length].sum()) for length in load.tails)
         cost = self._cost_of(load)
         seconds = float(cost.round_seconds(load, sum(load.tails))[-1]) - (1 - TAIL_SHARE) * cost.drafting
-        others = self._rate(load, self._expected(load)), self._plain_rate(load)
+        others = self._rate(load, self._expected(load)), load.base_tokens / cost.plain_seconds(load)
         if (load.base_tokens + kept) / seconds > max(others):
             self._untried.reset()
             return True
         return self._untried.look_again()
-
-    @property
-    def _kept_promise(self) -> float:
-        """What this call's texts brought, of what confidences had promised."""
-        promised, brought = (SURE_AFTER + tokens for tokens in self._promises)
-        return brought / promised
 
     @property
     def _unknown(self) -> "BlockForecast":
@@ -194,18 +186,13 @@ class Scheduler(Policy):
     def _cost_of(self, load: Load) -> ThroughputTable:
         return self.cost if self._experience is None else self._experience.costs.at(load)
 
-    def _plain_rate(self, load: Load) -> float:
-        """Return the tokens per second of rounds without drafts."""
-        costs = self.cost if self._experience is None else self._experience.costs
-        return load.base_tokens / costs.plain_seconds(load)
-
     def _rate(self, load: Load, known: dict[int, Sequence[float]]) -> float:
         """Return the tokens per second of new blocks with these survivals."""
         if not known:
             return 0.0
         # New requests are expected to be like the others. All verify the same length, as in AdaSpec: a lower bound of
         # what is got out of the same tokens.
-        means = [self._kept_promise * sum(column) / len(known) for column in zip(*known.values(), strict=True)]
+        means = [sum(column) / len(known) for column in zip(*known.values(), strict=True)]
         return self._gain * float((_kept(load, np.array(means)) / self._seconds_by_size(load, len(means))).max())
 
     def _seconds_by_size(self, load: Load, most: int) -> np.ndarray:
@@ -356,10 +343,6 @@ class Scheduler(Policy):
         self._acceptance.observe(outcome)
         if confidence is not None and not isinstance(outcome.drafts, DraftTrees):
             confidence = self._acceptance.corrected(confidence)
-            is_sent = torch.arange(confidence.shape[1], device="cpu") < outcome.lengths[:, None]
-            promised = confidence.cpu().cumprod(dim=1)[is_sent].sum()
-            self._promises *= 1 - 1 / RECENT_ROUNDS
-            self._promises += (float(promised), float(outcome.num_accepted.sum()))
         if confidence is None:
             return
         size = confidence.shape[1]
