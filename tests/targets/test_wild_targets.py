@@ -246,7 +246,8 @@ def test_packed_passes_bring_everything_to_the_device_where_it_is_used(monkeypat
         context = SlotCache(2)
         facts = {"logits_processor": LogitsProcessorList(), "options": DecodingOptions()}
         call = SimpleNamespace(keeps_some_logits=True, streamer=None, **facts)
-        drafter = SimpleNamespace(draft=draft, support=TargetSupport.of(target), compiled_target=None)
+        place = {"device": draft.device, "dtype": draft.dtype}
+        drafter = SimpleNamespace(draft=draft, support=TargetSupport.of(target), compiled_target=None, **place)
         loop = DecodingLoop(drafter, call, cache)
         tokens = torch.ones(8, dtype=torch.long, device=THIRD)
         with torch.no_grad():

@@ -32,7 +32,7 @@ MAX_CONFIG_BYTES, MAX_INDEX_BYTES = 2**20, 2**25
 NOT_OURS = {"t2d"}  # speculators stores with it what d2t says already
 
 _SHARD_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,200}\.safetensors")
-_PICKLED = (".bin", ".pt", ".pth", ".ckpt")
+_PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".distcp", ".bin.index.json")
 _FLOATING = ("F64", "F32", "F16", "BF16")
 _QUANTISED = re.compile(
     r" (U8|I8|I32|F8_\w+|F4)$|_packed|packed_|qweight|qzeros|weight_scale|input_scale|_amax|absmax|quant_state"
