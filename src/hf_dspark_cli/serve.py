@@ -48,7 +48,7 @@ class _Manager(GenerateManager):
     def __init__(self, prefix_bytes: int) -> None:
         super().__init__()
         self._waiting: deque[Asked] = deque()
-        self.prefixes = PrefixMemory(prefix_bytes)
+        self.prefixes = PrefixMemory(prefix_bytes) if prefix_bytes else None
 
     def generate_streaming(self, model: PreTrainedModel, *rest: Any, **options: Any):
         return super().generate_streaming(self._asking(model), *rest, **options)

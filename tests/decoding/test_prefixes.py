@@ -8,7 +8,7 @@ from hf_dspark.decoding import prefixes as module
 from hf_dspark.decoding.many import OwnPrompt
 from hf_dspark.decoding.prefixes import PrefixMemory
 from hf_dspark.models.prompt_lookup import PromptLookup
-from tests.hybrids import build_any
+from tests.hybrids import HAVE_PROTOCOL, build, build_any
 from tests.rows import alone
 
 GREEDY = {"do_sample": False, "max_new_tokens": 12, "pad_token_id": 0, "eos_token_id": None, "progress": False}
@@ -136,6 +136,56 @@ def test_memory_is_bounded_and_the_longest_unused_leaves_first(asks):
     assert nothing.num_bytes == nothing.num_reused == 0
     with pytest.raises(ValueError, match="max_bytes must be 0 or more, got -1"):
         PrefixMemory(-1)
+
+
+def test_a_shortage_while_a_sequence_is_kept_costs_no_answer(asks, monkeypatch):
+    target, draft = pair_of("qwen3")
+    memory, honest, failed = PrefixMemory(2**30), module.SlotCache.copy_of_row, []
+
+    def copy_of_row(cache, row):
+        failed.append(row)
+        if len(failed) == 2:
+            raise RuntimeError("not enough memory: you tried to allocate 8 bytes")
+        return honest(cache, row)
+
+    monkeypatch.setattr(module.SlotCache, "copy_of_row", copy_of_row)
+    asks(target, draft, memory, [words(40, seed) for seed in range(3)], batch_size=2)
+    assert len(failed) > 2 and len(memory._rows) == 2
+
+
+def test_what_an_overflow_has_left_in_a_row_is_not_read(asks):
+    """Of a recurrent target, prompts are read in two parts, in rows that others had before."""
+    target, draft = pair_of("qwen3_5_text")
+    beginning, honest = words(50, 0), module.DecodingLoop.read
+
+    def read(loop, *args):
+        for cache in (loop.cache, loop.drafter.cache):
+            assert not any(store.isnan().any() for store in cache.stores.values())
+        honest(loop, *args)
+        reads.append(1)
+
+    def spoil(loop, row, request):
+        for cache in (loop.cache, loop.drafter.cache):
+            for store in cache.stores.values():
+                store[len(loop.requests) - 1 :, :, cache.lengths[row] :] = torch.nan
+
+    reads, memory = [], PrefixMemory(2**30)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module.DecodingLoop, "read", read)
+        keep = PrefixMemory.keep
+        patch.setattr(PrefixMemory, "keep", lambda *args: (keep(*args), spoil(*args[1:])))
+        asks(target, draft, memory, [beginning + words(9 + seed, 1 + seed) for seed in range(4)])
+    assert reads
+
+
+@pytest.mark.skipif(not HAVE_PROTOCOL, reason="needs a later transformers")
+def test_targets_whose_layers_write_into_what_they_keep_are_read_anew(asks):
+    target = build("glm5_next")
+    target.generation_config.pad_token_id, target.generation_config.eos_token_id = 0, None
+    draft = DSparkDraftModel(DSparkConfig.from_target(target, block_size=4, num_hidden_layers=1, markov_rank=8)).eval()
+    prompts = [words(50, 0) + words(9 + 3 * seed, 1 + seed) for seed in range(9)]
+    asks(target, draft, memory := PrefixMemory(2**30), prompts, batch_size=3)
+    assert memory.num_reused == 0
 
 
 def test_longer_sequences_stand_for_their_beginnings(asks):

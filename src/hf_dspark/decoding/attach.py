@@ -1,5 +1,6 @@
 """A draft that assists all calls of `generate()` of one model, and what becomes of calls that it cannot assist."""
 
+import contextlib
 import os
 import re
 import threading
@@ -140,8 +141,12 @@ def attach(
         draft = PromptLookup(target)
     elif draft == MTP:
         name, revision = target.config.name_or_path, getattr(target.config, "_commit_hash", None)
-        if name and carries_a_draft(name, revision=revision):
-            draft, options = name, {"revision": revision} | options
+        where = {"revision": revision} | options
+        is_there = False
+        with contextlib.suppress(OSError):  # its files were moved, or the Hub is not reached
+            is_there = bool(name) and carries_a_draft(name, where)
+        if is_there:
+            draft, options = name, where | options
         else:
             draft, options = MTPDraft(target, **options), {}
     if isinstance(draft, str | os.PathLike):

@@ -69,7 +69,6 @@ class Drafter:
         if window is not None and self.cache.limit is not None:
             most = 2 * window + draft.config.num_slots + self.policy.most_nodes
             self.cache.limit = min(self.cache.limit, most)
-        self.cache.window = window
         self.statistics = draft.last_stats = Rounds(policy=self.policy.to_dict())
         self._options = call.options
         self._processor = DraftProcessor(call.logits_processor, draft.config.vocab_size)
@@ -239,7 +238,11 @@ class Drafter:
 
     def make_room(self, row: int, request: Request) -> None:
         """Prepare a row of the cache for the features of a request, which end right before its anchor."""
+        self.cache.window = self.window  # it may be a new one
         self.cache.make_room(row, _num_features([request])[0], request.anchor_position)
+
+    def has_given_up(self, request: Request) -> bool:
+        return request.id in self._given_up
 
     def _read_late(self, requests: Sequence[Request]) -> bool:
         """Let the draft read what waits if it is much: features are larger than what it keeps of them."""

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import torch
 
-from ..models.slot_cache import SlotCache
+from ..models.slot_cache import SlotCache, is_shortage
 from ..targets.support import TargetSupport
 from .conversation import Conversation, continued, num_equal, restore_context
 from .loop import DecodingLoop
@@ -17,6 +17,7 @@ WORTHWHILE = 32  # tokens; fewer are read again as fast
 class PrefixMemory:
     """What targets and drafts have computed of the latest sequences, for later prompts that begin like them.
 
+    Targets with 8-bit outliers, with rotary tables that change with the length, or with indexed attention read anew.
     A recurrent layer cannot go back, so a sequence of its target is continued from the end alone. Where a prompt
     departs from an earlier one, it is read in two parts, and the states between them are kept for the next one.
 
@@ -51,9 +52,7 @@ class PrefixMemory:
     @property
     def num_bytes(self) -> int:
         """What is used of `max_bytes`."""
-        caches = [cache for _, kept in self._rows for cache in (kept, kept.conversation.draft_cache)]
-        waiting = [part for _, kept in self._rows for part in kept.conversation.waiting_features[0]]
-        return sum(cache.num_bytes for cache in caches) + sum(part.nbytes for part in waiting)
+        return sum(_bytes_of(kept) for _, kept in self._rows)
 
     def clear(self) -> None:
         self._rows.clear()
@@ -62,14 +61,25 @@ class PrefixMemory:
         """Keep what the caches hold of a row, in place of its beginnings that were kept before."""
         support, draft, length = loop.drafter.support, loop.drafter.draft, loop.cache.lengths[row]
         # Some targets read a prompt otherwise in two passes than in one.
-        if length < WORTHWHILE or support.has_outliers or support.rope_switches:
+        is_exact = not support.has_outliers and not support.rope_switches and loop.cache.can_copy(row)
+        if length < WORTHWHILE or not is_exact or loop.drafter.has_given_up(request):
             return
-        token_ids, features = request.token_ids[:length], [part.clone() for part in request.features]
+        try:
+            kept, of_draft = (cache.copy_of_row(row) for cache in (loop.cache, loop.drafter.cache))
+            features = [part.clone() for part in request.features]
+        except (MemoryError, RuntimeError) as error:
+            if not is_shortage(error):
+                raise
+            self.clear()
+            return
+        token_ids = request.token_ids[:length]
+        kept.conversation = Conversation(of_draft, weakref.ref(draft), draft.dtype, [token_ids], [length], [features])
+        if _bytes_of(kept) > self.max_bytes:
+            return
+        self._rows = [(of, each) for of, each in self._rows if of() is not None]
         if not loop.cache.row_states[row]:
             self._rows = [(of, kept) for of, kept in self._rows
                           if self._num_equal(loop, of, kept, token_ids) < kept.lengths[0]]  # fmt: skip
-        kept, of_draft = (cache.copy_of_row(row) for cache in (loop.cache, loop.drafter.cache))
-        kept.conversation = Conversation(of_draft, weakref.ref(draft), draft.dtype, [token_ids], [length], [features])
         self._rows.append((weakref.ref(support), kept))
         while self.num_bytes > self.max_bytes:
             self._rows.pop(0)
@@ -80,8 +90,8 @@ class PrefixMemory:
         """Fill the rows after those in use with what is known of new requests; return the rest of their prompts."""
         parts, branches = [], []
         for row, request in enumerate(requests, start=len(loop.requests)):
-            loop.cache.truncate(row, 0)
-            loop.drafter.cache.truncate(row, 0)
+            loop.cache.clear(row)
+            loop.drafter.cache.clear(row)
             loop.drafter.cache.offsets[row] = 0
             self._keep_running(loop, request.token_ids)
             found, length, branch = self._find(loop, request.token_ids)
@@ -133,3 +143,8 @@ class PrefixMemory:
         conversation, draft = kept.conversation, loop.drafter.draft
         known = of() is loop.drafter.support and conversation.is_of(draft)
         return num_equal(conversation.token_ids[0], token_ids) if known else 0
+
+
+def _bytes_of(kept: SlotCache) -> int:
+    of_draft, features = kept.conversation.draft_cache, kept.conversation.waiting_features[0]
+    return kept.num_bytes + of_draft.num_bytes + sum(part.nbytes for part in features)

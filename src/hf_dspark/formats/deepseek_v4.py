@@ -78,6 +78,8 @@ def bundled_weight(parts: Mapping[str, torch.Tensor]) -> torch.Tensor:
 
 def _values(weight: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
     if scale is None:
+        if weight.dtype not in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
+            raise ValueError(f"a weight of {weight.dtype} has no scales: download the checkpoint again")
         return weight
     is_fp4 = weight.dtype in (torch.int8, torch.uint8)
     if is_fp4:  # the lower half of a byte comes first
@@ -87,11 +89,14 @@ def _values(weight: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
     else:
         values = weight.float()
     rows, columns = (1, 32) if is_fp4 else (128, 128)
+    expected = [-(-size // part) for size, part in zip(values.shape, (rows, columns), strict=True)]
+    if list(scale.shape) != expected or not scale.is_floating_point():
+        raise ValueError(
+            f"scales {list(scale.shape)} of {scale.dtype} do not fit a weight {list(values.shape)}, which needs "
+            f"{expected} floats, one for each {rows} x {columns} values"
+        )
     scales = scale.float().repeat_interleave(rows, dim=0)[: len(values)]
-    scales = scales.repeat_interleave(columns, dim=1)[:, : values.shape[1]]
-    if scales.shape != values.shape:
-        raise ValueError(f"scales {list(scale.shape)} do not fit a weight {list(values.shape)}")
-    return (values * scales).bfloat16()
+    return (values * scales.repeat_interleave(columns, dim=1)[:, : values.shape[1]]).bfloat16()
 
 
 def _num_stages(config: Source) -> int:

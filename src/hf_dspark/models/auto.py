@@ -41,9 +41,10 @@ def names_a_draft(name_or_path: str | os.PathLike, **hub_kwargs: Any) -> bool:
         return False
 
 
-def carries_a_draft(name_or_path: str | os.PathLike, **hub_kwargs: Any) -> bool:
-    """Tell whether a target's folder or repository also holds a DSpark draft."""
-    return is_bundled(Checkpoint(name_or_path, **hub_kwargs).config)
+def carries_a_draft(name_or_path: str | os.PathLike, options: Mapping[str, Any]) -> bool:
+    """Tell whether a target's folder or repository also holds a DSpark draft. Of `options` for loading, those of the
+    Hub are followed."""
+    return is_bundled(Checkpoint(name_or_path, **_of_hub(options)).config)
 
 
 def holds_tensors(name_or_path: str | os.PathLike, pattern: re.Pattern[str], **hub_kwargs: Any) -> bool:
@@ -54,9 +55,12 @@ def holds_tensors(name_or_path: str | os.PathLike, pattern: re.Pattern[str], **h
 def loader_of(name_or_path: str | os.PathLike, options: Mapping[str, Any], ordinary: Callable) -> Callable:
     """Return what loads a folder or repository: [`load_draft`], or `ordinary` if it holds a causal LM of
     transformers. Of `options` for loading, those of the Hub are followed."""
-    hub = {name: value for name, value in options.items() if name in HUB_ARGUMENTS}
-    kind = draft_model_type(Checkpoint(name_or_path, **hub).config)
+    kind = draft_model_type(Checkpoint(name_or_path, **_of_hub(options)).config)
     return ordinary if kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and kind not in DRAFTS else load_draft
+
+
+def _of_hub(options: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in options.items() if name in HUB_ARGUMENTS}
 
 
 def is_draft(model: Any) -> bool:

@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 
 import numpy as np
 import torch
+from torch.utils._pytree import tree_leaves
 from transformers.cache_utils import Cache, DynamicCache
 
 from ..sampling.transfers import first_integers, to_device
@@ -304,8 +305,7 @@ class SlotCache(Cache):
             with torch.inference_mode(False):  # a later call may write outside of it
                 grown = states.new_zeros(shape, dtype=dtype)  # a masked, stale NaN would still be one
         except RuntimeError as error:
-            # The CPU's allocator raises a RuntimeError of its own.
-            if not (isinstance(error, torch.OutOfMemoryError) or "not enough memory" in str(error)):
+            if not is_shortage(error):
                 raise
             raise MemoryError(
                 f"no memory for keys and values of {needed} tokens in {self.num_rows} sequences: use a smaller batch, "
@@ -347,8 +347,12 @@ class SlotCache(Cache):
     @property
     def num_bytes(self) -> int:
         """Memory of keys, values and recurrent states."""
-        states = [state for row in self.row_states for each in row.values() for state in each.states.values()]
-        return sum(each.nbytes for each in [*self.stores.values(), *states])
+        states = [tree_leaves([vars(each) for each in row.values()]) for row in self.row_states]
+        return sum(each.nbytes for each in [*self.stores.values(), *sum(states, [])] if isinstance(each, torch.Tensor))
+
+    def can_copy(self, row: int) -> bool:
+        """Tell whether layers replace what they keep of a row, and write nothing into it."""
+        return not any(isinstance(each.waiting, Cache) for each in self.row_states[row].values())
 
     def swap_rows(self, first: int, second: int) -> None:
         if first == second:
@@ -437,6 +441,11 @@ class SlotCache(Cache):
     def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
         """Return how many slots a pass sees, and the first of them."""
         return self.layout.end, 0
+
+
+def is_shortage(error: Exception) -> bool:
+    """Tell whether memory ran out: the CPU's allocator raises a RuntimeError of its own."""
+    return isinstance(error, MemoryError | torch.OutOfMemoryError) or "not enough memory" in str(error)
 
 
 def layers_of(cache: Cache) -> dict[int, Any]:
