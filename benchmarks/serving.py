@@ -3,6 +3,7 @@
 python benchmarks/serving.py server --output benchmarks/results/serving.json
 """
 
+import itertools
 import json
 import os
 import shutil
@@ -63,8 +64,11 @@ def answers(port: int, prompts: Sequence[str], max_new_tokens: int) -> tuple[flo
     return sum(tokens for tokens, _ in found) / seconds, [text for _, text in found]
 
 
-def server(clients: tuple[int, ...] = (1, 4), turns: int = 8, max_new_tokens: int = 128) -> Iterator[bench.Result]:
-    """The server with the draft against that of transformers with the same model, in turns."""
+def server(
+    clients: tuple[int, ...] = (1, 4), commons: tuple[int, ...] = (0, 8), turns: int = 8, max_new_tokens: int = 128
+) -> Iterator[bench.Result]:
+    """The server with the draft against that of transformers with the same model, in turns. All prompts of some cells
+    begin with `commons` questions that are the same."""
     cells: list[dict[str, Any]] = []
     with TemporaryDirectory() as folder, ExitStack() as stack:
         shutil.copytree(bench.PAIR / "target", Path(folder) / "target")
@@ -73,16 +77,18 @@ def server(clients: tuple[int, ...] = (1, 4), turns: int = 8, max_new_tokens: in
         commands = {"transformers": ("-c", UPSTREAM, "serve", "target", "--device", "cpu"), "own": own}
         ports = {name: stack.enter_context(served(Path(folder), *command)) for name, command in commands.items()}
         prompts = bench.held_out_prompts()
-        for count in clients:
+        for common, count in itertools.product(commons, clients):
+            beginning = "".join(prompts[-common:]) if common else ""
             rates, same = {name: [] for name in ports}, 0
             for turn in range(-1, turns):
-                asked = [prompts[(turn * count + place) % len(prompts)] for place in range(count)]
+                asked = [beginning + prompts[(turn * count + place) % len(prompts)] for place in range(count)]
                 names = bench.rotated(list(ports), turn)
                 found = {name: answers(ports[name], asked, max_new_tokens) for name in names}
                 same += turn >= 0 and found["own"][1] == found["transformers"][1]
                 for name in names if turn >= 0 else ():
                     rates[name].append(round(found[name][0], 2))
-            cells.append({"clients": count, "tokens_per_second": rates, "identical": same, "turns": turns})
+            cell = {"clients": count, "common": common, "tokens_per_second": rates, "identical": same, "turns": turns}
+            cells.append(cell)
             yield {"cells": cells, "load": os.getloadavg()[0]}
 
 

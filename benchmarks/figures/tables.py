@@ -465,6 +465,30 @@ def operations() -> Rows:
         yield name.replace("Scheduler", "trees of 15"), *counts, *map(number, ratios), number(whole["waits"], 1)
 
 
+@table("learning")
+def learning() -> Rows:
+    """What a draft learns by itself, and what one costs that never pays."""
+    yield "speed of", "over", "", "median of the calls", "all calls together"
+    for cell in load("learning")["cells"]:
+        for name, over in (("learnt", "measured"), ("learnt", "plain"), ("random", "plain")):
+            ratio = f"{name}_over_{over}"
+            yield name, over, REGIMES[cell["regime"]], number(cell[ratio]), number(cell[f"{ratio}_in_all"])
+
+
+@table("tasks")
+def tasks() -> Rows:
+    """An attached draft in tasks: most of them are not those that the shipped pair has learnt from."""
+    cells = load("tasks")["cells"]
+    named = dict.fromkeys(cell["task"] for cell in cells)
+    yield "over", "", "rows", *(TASKS.get(task, task) for task in named)
+    sizes = dict.fromkeys((cell["regime"], cell["rows"]) for cell in cells)
+    for over, (regime, rows) in itertools.product(("plain", "lookup"), sizes):
+        own = {cell["task"]: cell for cell in cells if (cell["regime"], cell["rows"]) == (regime, rows)}
+        ratios = [number(own[task].get(f"over_{over}_in_all")) for task in named]
+        if over == "plain" or rows == 1:
+            yield over.replace("lookup", "prompt lookup"), REGIMES[regime], rows, *ratios
+
+
 @table("finetune")
 def finetune() -> Rows:
     yield "domain", "", "τ before", "τ after", "change, %"
@@ -537,11 +561,12 @@ def rendered(name: str, page: Path) -> str:
 
 @table("serving")
 def serving() -> Rows:
-    yield "clients at once", "transformers: tokens/s", "with the draft: tokens/s", "ratio", "identical answers"
+    yield "clients", "questions before each", "transformers: tokens/s", "with the draft", "ratio", "identical answers"
     for cell in load("serving")["cells"]:
         plain, own = (statistics.median(cell["tokens_per_second"][name]) for name in ("transformers", "own"))
         same = f"{cell['identical']} of {cell['turns']} turns"
-        yield str(cell["clients"]), number(plain, 1), number(own, 1), number(own / plain), same
+        asked = str(cell["clients"]), str(cell["common"])
+        yield *asked, number(plain, 1), number(own, 1), number(own / plain), same
 
 
 @table("serving_structured")
