@@ -13,7 +13,8 @@ from tests.rows import alone
 
 GREEDY = {"do_sample": False, "max_new_tokens": 12, "pad_token_id": 0, "eos_token_id": None, "progress": False}
 ATTENTION = ["qwen3", "gemma3_text", "deepseek_v3"]
-RECURRENT = ["qwen3_5_text", "mamba", "lfm2", "falcon_h1"]
+later = pytest.mark.skipif(not HAVE_PROTOCOL, reason="needs a later transformers")
+RECURRENT = [pytest.param(kind, marks=later) for kind in ("qwen3_5_text", "mamba", "lfm2", "falcon_h1")]
 
 
 def pair_of(kind):
@@ -71,7 +72,7 @@ def test_prompts_that_share_a_beginning_read_it_once(asks, kind):
     assert reused[1] == (known if kind == "qwen3" else 0)  # a recurrent target's states between are kept from now on
 
 
-@pytest.mark.parametrize("kind", ["qwen3", "qwen3_5_text"])
+@pytest.mark.parametrize("kind", ["qwen3", RECURRENT[0]])
 @pytest.mark.parametrize("batch_size", [2, 5])
 def test_rows_of_a_batch_go_on_from_beginnings_of_their_own(asks, kind, batch_size):
     target, draft = pair_of(kind)
@@ -153,6 +154,7 @@ def test_a_shortage_while_a_sequence_is_kept_costs_no_answer(asks, monkeypatch):
     assert len(failed) > 2 and len(memory._rows) == 2
 
 
+@later
 def test_what_an_overflow_has_left_in_a_row_is_not_read(asks):
     """Of a recurrent target, prompts are read in two parts, in rows that others had before."""
     target, draft = pair_of("qwen3_5_text")
@@ -178,7 +180,7 @@ def test_what_an_overflow_has_left_in_a_row_is_not_read(asks):
     assert reads
 
 
-@pytest.mark.skipif(not HAVE_PROTOCOL, reason="needs a later transformers")
+@later
 def test_targets_whose_layers_write_into_what_they_keep_are_read_anew(asks):
     target = build("glm5_next")
     target.generation_config.pad_token_id, target.generation_config.eos_token_id = 0, None
