@@ -1,4 +1,4 @@
-"""Tails and blocks that are drafted ahead: the same answers, also when the second thread fails or is interrupted."""
+"""Blocks that a second thread drafts ahead: the same answers, also when it fails or is interrupted."""
 
 import importlib
 import sys
@@ -9,14 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from hf_dspark import DecodingOptions, FullBlock, Scheduler, ThroughputTable
+from hf_dspark import DecodingOptions, FullBlock
 from hf_dspark.decoding.loop import DecodingLoop
 from tests.rows import GREEDY, alone
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 bench, ahead_threads = map(importlib.import_module, ("bench", "ahead_threads"))
 PROMPTS = [[3, 9, 12, 30, 7, 7, 21], [5, 11], [11, 4, 8, 8, 25, 13, 17, 31]]
-SLOW_DRAFT = ThroughputTable((1, 4, 8), (1.0, 0.95, 0.9), drafting=0.5)
 
 
 def answer(pair, ids, **options):
@@ -72,15 +71,12 @@ def test_an_interrupt_leaves_no_thread_and_nothing_of_its_call(pair, ahead, monk
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("way", ["tails", "ahead"])
-def test_all_shipped_prompts_are_answered_as_by_the_target_alone(way):
+def test_all_shipped_prompts_are_answered_as_by_the_target_alone():
     target, draft, tokenizer = bench.load_pair()
-    ahead, tails = ahead_threads.Ahead([2, 1]), []
-    policy = Scheduler(SLOW_DRAFT, tails=True, trees=False, skip=False) if way == "tails" else FullBlock()
-    draft.decoding = DecodingOptions(policy=policy, observer=lambda outcome: tails.append(outcome.is_tail))
+    ahead, draft.decoding = ahead_threads.Ahead([2, 1]), DecodingOptions(policy=FullBlock())
     prompts = bench.held_out_ids(tokenizer)
     expected = [alone(target, ids, max_new_tokens=64) for ids in prompts]
-    with ahead.working() if way == "ahead" else warnings.catch_warnings():
+    with ahead.working():
         answers = [answer((target, draft), ids, max_new_tokens=64) for ids in prompts]
     assert answers == expected and len(prompts) == 50
-    assert sum(ahead.hits if way == "ahead" else tails) > 50
+    assert sum(ahead.hits) > 50
