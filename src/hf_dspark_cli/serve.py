@@ -171,12 +171,13 @@ def _memory(options: Namespace) -> dict[str, int]:
 
 
 def _memory_text(memory: dict[str, int]) -> str:
-    weights, cache, prefixes, free = (f"{memory[name] / 2**20:,.0f} MiB" for name in memory)
+    *needed, available = memory.values()
+    weights, cache, prefixes, free = (f"{size / 2**20:,.0f} MiB" for size in memory.values())
     said = (
         f"memory: {weights} for weights, {cache} for each 1,000 tokens that are cached, {prefixes} at most for "
         f"beginnings of prompts; {free} are free"
     )
-    fits = sum(memory.values()) - memory["free"] < memory["free"]
+    fits = sum(needed) < available
     return said if fits else f"{said}: it will not fit, take a smaller model, --load_in_4bit or less --prefix_memory"
 
 

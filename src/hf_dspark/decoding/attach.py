@@ -146,7 +146,7 @@ def attach(
         with contextlib.suppress(OSError):  # its files were moved, or the Hub is not reached
             is_there = bool(name) and carries_a_draft(name, where)
         if is_there:
-            draft, options = name, where | options
+            draft, options = name, where
         else:
             draft, options = MTPDraft(target, **options), {}
     if isinstance(draft, str | os.PathLike):

@@ -83,7 +83,7 @@ class Drafter:
         # Who limits the tokens of a block means a chain.
         may_grow = in_own_loop and draft.grows_trees and support.tree_obstacle is None
         self._grows_trees = may_grow and call.max_drafts is None and self.policy.most_nodes > 0
-        # What follows a match is a branch of a tree: of another target, nobody looks answers up.
+        # What follows a match is a branch of a tree: of another target, answers are not looked up.
         looks_up = call.options.prompt_lookup and support.tree_obstacle is None
         self._answers = call.options.answers if looks_up else None
         if self._do_sample and self._answers is not None:

@@ -93,8 +93,9 @@ class PrefixMemory:
             loop.cache.clear(row)
             loop.drafter.cache.clear(row)
             loop.drafter.cache.offsets[row] = 0
-            self._keep_running(loop, request.token_ids)
             found, length, branch = self._find(loop, request.token_ids)
+            if self._keep_running(loop, request.token_ids, length):
+                found, length, branch = self._find(loop, request.token_ids)
             if found is not None:
                 loop.cache.put_row(row, found, length)
                 loop.drafter.cache.put_row(row, found.conversation.draft_cache)
@@ -114,14 +115,14 @@ class PrefixMemory:
         lengths = loop.cache.lengths[first : first + len(requests)]
         return [request.token_ids[length:] for request, length in zip(requests, lengths, strict=True)]
 
-    def _keep_running(self, loop: DecodingLoop, token_ids: torch.Tensor) -> None:
-        """Keep a sequence that is being decoded, if it begins more like the tokens than any other."""
-        _, length, _ = self._find(loop, token_ids)
+    def _keep_running(self, loop: DecodingLoop, token_ids: torch.Tensor, length: int) -> bool:
+        """Keep a sequence that is being decoded, if it has more than a length in common with the tokens; tell so."""
         for row, request in enumerate(loop.requests):
             equal = num_equal(request.token_ids[:-1], token_ids)
             if equal >= length + WORTHWHILE and not loop.cache.row_states[row]:
                 self.keep(loop, row, request)
-                return
+                return True
+        return False
 
     def _find(self, loop: DecodingLoop, token_ids: torch.Tensor) -> tuple[SlotCache | None, int, int]:
         """Return a sequence that begins like the tokens, how much of it can be used, and up to where the tokens should

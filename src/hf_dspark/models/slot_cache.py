@@ -335,11 +335,10 @@ class SlotCache(Cache):
         return one
 
     def put_row(self, row: int, other: "SlotCache", length: int | None = None) -> None:
-        """Fill a row with what a cache of one row holds, up to a length."""
+        """Fill a cleared row with what a cache of one row holds, up to a length."""
         length = other.lengths[0] if length is None else length
         for name, states in other.stores.items():
             store = self._store(name, states, length)
-            store[row].zero_()  # see `clear`
             store[row, :, :length] = states[0, :, :length]
         self._lengths[row], self.offsets[row] = length, other.offsets[0]
         self.row_states[row] = {name: replace(state) for name, state in other.row_states[0].items()}
