@@ -101,7 +101,7 @@ def convert_checkpoint(
     if not is_draft(draft):
         checkpoint = Checkpoint.open(draft, **hub_kwargs)
         _refuse_quantised(checkpoint.name, checkpoint.quantisation is not None)
-        config, tensors = read_with_copies(checkpoint, target, sample_from_anchor)
+        config, tensors = read_checkpoint(checkpoint, target, sample_from_anchor)
     elif hub_kwargs or sample_from_anchor is not None:
         raise ValueError("the draft is loaded already: leave out the arguments that say how to read one")
     else:
@@ -161,20 +161,12 @@ def launch_command(
 def read_checkpoint(
     source: str | os.PathLike, target: Target | None = None, sample_from_anchor: bool | None = None, **hub_kwargs: Any
 ) -> tuple[DraftConfig, Tensors]:
-    """Read the configuration and the tensors, by our names, of a draft of any format.
+    """Read the configuration and the tensors, by our names, of a draft of any format, with what may be copies of the
+    target's weights.
 
-    It is read from safetensors alone, and checked against its own configuration before it is loaded. Copies of a given
-    target's weights are left out. The arguments are those of [`convert_checkpoint`].
+    It is read from safetensors alone, and checked against its own configuration before it is loaded. Of the target,
+    only the config is read. The arguments are those of [`convert_checkpoint`].
     """
-    config, tensors = read_with_copies(source, target, sample_from_anchor, **hub_kwargs)
-    _take_copies(config, tensors, target)
-    return config, tensors
-
-
-def read_with_copies(
-    source: str | os.PathLike, target: Target | None, sample_from_anchor: bool | None, **hub_kwargs: Any
-) -> tuple[DraftConfig, Tensors]:
-    """As [`read_checkpoint`], with what may be copies of the target's weights: only the target's config is read."""
     checkpoint = Checkpoint.open(source, **hub_kwargs)
     kind = draft_model_type(checkpoint.config)
     if kind not in DRAFTS:

@@ -18,7 +18,7 @@ from ..models.auto import DRAFTS
 from ..models.configuration_draft import DraftConfig
 from ..models.modeling_draft import check_fits
 from .card import draft_kind
-from .convert import Target, read_with_copies, target_facts
+from .convert import Target, read_checkpoint, target_facts
 
 SIZES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}  # bytes, by the names of safetensors
 INTEGERS = ("I64", "I32", "BOOL")
@@ -81,7 +81,7 @@ def inspect_draft(
         found["weights"] = f"{number:,} numbers of {', '.join(dtypes)}, {size / 2**20:,.1f} MiB"
         if checkpoint.quantisation is not None:
             found["weights"] += ", quantised by bitsandbytes: no format holds them, convert those of full precision"
-        config, _ = read_with_copies(checkpoint, target, sample_from_anchor)
+        config, _ = read_checkpoint(checkpoint, target, sample_from_anchor)
         for field in config.shareable.values():  # as if copies of the target's, with which nothing was compared
             setattr(config, field, False)
         found |= _described(config, checkpoint, entry)
