@@ -1,20 +1,30 @@
-"""Drafting ahead on the shipped pair, recorded: blocks as they could be prepared in advance, and tails of blocks.
+"""Drafting ahead on the shipped pair: blocks that are prepared while the target verifies, and tails of blocks.
 
-python benchmarks/ahead.py --output benchmarks/results/ahead_rounds.json
+python benchmarks/ahead.py record --output benchmarks/results/ahead_rounds.json
+python benchmarks/ahead.py threads --output benchmarks/results/ahead_threads.json
 
-The held-out prompts are decoded with new blocks; with blocks that lack the features of the last verification, as those
-do that are drafted meanwhile; and with tails wherever a slot is left. `simulator.py ahead` goes by what they commit.
+`record` decodes the held-out prompts with new blocks; with blocks that lack the features of the last verification, as
+those do that are drafted meanwhile; and with tails wherever a slot is left. `simulator.py ahead` goes by what they
+commit. `threads` prepares blocks in a second thread, a core for each, greedily. Every prepared block that is used is
+drafted once more without the thread: the two must be the same, bit by bit.
 """
 
+import json
 import os
 import statistics
-from collections.abc import Iterator, Sequence
+import sys
+import warnings
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any
 from unittest import mock
 
 import bench
 import torch
+from saguaro import best_fan_out, overlapped, speedup
 from tqdm import tqdm
 
 from hf_dspark import FullBlock
@@ -137,5 +147,160 @@ def record(num_prompts: int = 50, max_new_tokens: int = 128) -> dict[str, Any]:
     return {"rows": rows, "load": os.getloadavg()[0]}
 
 
+class Ahead:
+    """Prepares blocks in a second thread while the target verifies, for the likeliest tokens after 0..γ-1 accepted
+    drafts. With `checks`, each hit is drafted again without the thread. A thread that fails is the last one: a warning
+    says so, and blocks are drafted in turns from then on."""
+
+    def __init__(self, fan_outs: Sequence[int], checks: bool = False) -> None:
+        self._fan_outs, self._checks, self.hits = fan_outs, checks, []
+        self._prepared: dict[tuple[int, int], tuple[Block, DraftBlock]] = {}
+        self._request, self._work, self.fault = None, None, None
+        self._read, self._verify = Drafter._read, decoding_loop.DecodingLoop._verify
+
+    @contextmanager
+    def working(self) -> Iterator[None]:
+        read = mock.patch.object(Drafter, "_read", lambda *args: self.read(*args))
+        verify = mock.patch.object(decoding_loop.DecodingLoop, "_verify", lambda *args: self.verify(*args))
+        with ThreadPoolExecutor(1) as self._worker, read, verify, mock.patch(SAMPLERS, Block):
+            yield
+
+    def read(self, drafter: Drafter, requests: Any, sampler: Any = None, num_tokens: int | None = None) -> DraftBlock:
+        (request,) = requests
+        place, is_whole = request.anchor_position, num_tokens == drafter.draft.config.block_size
+        is_same, self._request = request is self._request, request  # an interrupt leaves blocks of another call
+        found = self._prepared.get((place, int(request.anchor))) if is_whole and is_same else None
+        self.hits.append(found is not None)
+        sampler, block = found or (sampler, self._read(drafter, requests, sampler, num_tokens))
+        if found is not None and self._checks:
+            again = after_gap(drafter, [], 0, request.anchor, place, Block(requests, sampler.processor, None))
+            assert torch.equal(again.token_ids, block.token_ids)
+            assert all(map(torch.equal, again.confidence_logits, block.confidence_logits))
+        self._prepared = {}
+        if self.fault is None:
+            features, request.features[:] = request.features[:], []
+            self._work = self._worker.submit(self.prepare, drafter, request, features, sampler)
+        return block
+
+    def prepare(self, drafter: Drafter, request: Any, features: Sequence[torch.Tensor], sampler: Block) -> None:
+        num_read = drafter.cache.lengths[0]
+        try:
+            self._fill(drafter, request, features, sampler)
+        except BaseException:
+            self._prepared = {}
+            if drafter.cache.lengths[0] == num_read:
+                request.features[:0] = features
+            raise
+
+    def _fill(self, drafter: Drafter, request: Any, features: Sequence[torch.Tensor], sampler: Block) -> None:
+        place = request.anchor_position
+        for accepted, count in enumerate(self._fan_outs[: len(sampler.logits)]):
+            for token in sampler.others(accepted)[:count]:
+                own, later = Block([request], sampler.processor, None), place + accepted + 1
+                block = after_gap(drafter, features, place, token[None], later, own)
+                self._prepared[later, int(token)], features = (own, block), []
+
+    def verify(self, *args: Any) -> Any:
+        try:
+            return self._verify(*args)
+        finally:
+            if self._work is not None:
+                self.fault, self._work = self._work.exception(), None  # it waits for the end
+                if self.fault is not None:
+                    warnings.warn(
+                        f"blocks are drafted in turns: the second thread failed, {self.fault!r}", stacklevel=2
+                    )
+
+
+class Calibration(Ahead):
+    """Decodes in turns, and times in every eighth round what verifies and what would prepare blocks: each alone, and
+    both at once, again and again. Which blocks would be used has no part in it."""
+
+    def __init__(self, fan_outs: Sequence[int]) -> None:
+        super().__init__(fan_outs)
+        self.seconds: dict[str, list[float]] = defaultdict(list)
+
+    def read(self, drafter: Drafter, requests: Any, sampler: Any = None, num_tokens: int | None = None) -> DraftBlock:
+        self._last = drafter, requests[0], requests[0].features[:], sampler
+        return self._read(drafter, requests, sampler, num_tokens)
+
+    def verify(self, *args: Any) -> Any:
+        drafter, request, features, sampler = self._last
+        if request.blocks % 8 == 0 and len(sampler.logits) == drafter.draft.config.block_size:
+            known = drafter.cache.lengths[0]
+
+            def prepare(features: Sequence[torch.Tensor] = ()) -> None:
+                self._fill(drafter, request, features, sampler)
+                drafter.cache.truncate(0, known)
+
+            for name, new in (("after a hit", features), ("after a miss", ())) * 4:
+                self._time("verification", self._verify, *args)
+                self._time(name, prepare, new)
+            self._time("hand-over", self._worker.submit, prepare)
+            works = [self._worker.submit(self._time, "preparing, contended", prepare) for _ in range(16)]
+            while not works[-1].done():
+                self._time("verification, contended", self._verify, *args)
+            self.seconds["verification, contended"].pop()  # its end was alone
+        return self._verify(*args)
+
+    def _time(self, name: str, run: Callable[..., Any], *args: Any) -> None:
+        self.seconds[name].append(bench.timed(partial(run, *args))[0])
+
+
+def threads(
+    num_runs: int = 3, num_prompts: int = 20, blocks: int = 2, max_new_tokens: int = 128
+) -> Iterator[dict[str, Any]]:
+    """What a second thread gains over drafting and verifying in turns, one core for each; measured and simulated."""
+    torch.set_num_threads(1)
+    sys.setswitchinterval(1e-5)  # both threads run Python between short operations
+    target, draft, tokenizer = bench.load_pair()
+    known = json.loads((bench.RESULTS / "ahead_rounds.json").read_text())["rows"][0]["outcomes"]["new"]
+    fan_outs, _ = best_fan_out(blocks, known["chances"], known["hits"])
+    decode = partial(bench.decode, target, assistant=draft, max_new_tokens=max_new_tokens, **bench.GREEDY)
+    prompts, checked, runs = bench.held_out_ids(tokenizer), Ahead(fan_outs, checks=True), []
+    with bench.decoding(draft, FullBlock()):
+        with checked.working():
+            answers = [decode([ids]).token_ids for ids in tqdm(prompts[:num_prompts], desc="checks")]
+        for _ in range(num_runs):
+            runs.append(one_run(decode, prompts, answers, fan_outs))
+            yield {"fan_outs": fan_outs, "checked": sum(checked.hits), "runs": runs}
+
+
+def one_run(
+    decode: Callable[..., bench.Call], prompts: Sequence[Any], answers: Sequence[Any], fan_outs: Sequence[int]
+) -> dict[str, Any]:
+    """Decode the prompts whose answers are known in turns and ahead, and calibrate on others meanwhile."""
+    ahead, calibration = Ahead(fan_outs), Calibration(fan_outs)
+    calls: dict[str, list[bench.Call]] = {"in turns": [], "ahead": []}
+    for turn, same in enumerate(tqdm(answers)):
+        if turn % 2 == 0:
+            with calibration.working():
+                decode([prompts[len(answers) + turn // 2]])
+        for name in bench.rotated(list(calls), turn):
+            with ahead.working() if name == "ahead" else nullcontext():
+                calls[name].append(decode([prompts[turn]]))
+            assert calls[name][-1].token_ids == same
+    turns, own = bench.joined(calls["in turns"]), bench.joined(calls["ahead"])
+    pairs, hits = list(zip(ahead.hits, own.committed, strict=True)), statistics.fmean(ahead.hits)
+    tokens = [statistics.fmean(count for hit, count in pairs if hit == kind) for kind in (True, False)]
+    facts = {"hits": hits, "tau": {"in turns": turns.tau, "ahead": own.tau}, "load": os.getloadavg()[0]}
+    seconds = {name: statistics.fmean(each) for name, each in calibration.seconds.items()}
+    facts["milliseconds"] = {name: 1e3 * each for name, each in seconds.items()}
+    # In units of a verification: in turns by those rounds, at the same time by the calibration.
+    whole = sum(call.seconds for call in calls["in turns"]) / turns.verify_seconds
+    draft_time, unit = turns.draft_seconds / turns.verify_seconds, seconds["verification"]
+    rest_time = whole - 1 - draft_time + seconds["hand-over"] / unit
+    preparing = (hits * seconds["after a hit"] + (1 - hits) * seconds["after a miss"]) / unit
+    slower = seconds["verification, contended"] / unit, seconds["preparing, contended"] / seconds["after a miss"]
+    facts |= {"draft_time": draft_time, "preparing": preparing, "rest_time": rest_time, "contention": slower}
+    for name, contention in (("without contention", (1.0, 1.0)), ("simulated", slower)):
+        verified, prepared = overlapped(preparing, contention)
+        fallback = draft_time + max(0.0, prepared - verified)  # the thread does not stop in the middle
+        speed = speedup(hits, tokens, preparing, fallback, contention=contention, rest_time=rest_time)
+        facts[name] = speed * whole / turns.tau
+    own_seconds, turns_seconds = map(bench.per_token_of_all, (calls["ahead"], calls["in turns"]))
+    return facts | {"measured": turns_seconds / own_seconds}
+
+
 if __name__ == "__main__":
-    bench.main(__doc__, record)
+    bench.main(__doc__, record, threads)

@@ -1,4 +1,4 @@
-"""What drafting while the target verifies is worth: the theory, for `simulator.py ahead` and `ahead_threads.py`.
+"""What drafting while the target verifies is worth: the theory, for `simulator.py ahead` and `ahead.py threads`.
 
 Blocks are prepared for likely outcomes of a verification: how many drafts were accepted, and which token came after
 them. Times are in units of one verification. The drafter that prepares blocks takes `draft_time`. After a miss, an
@@ -12,25 +12,39 @@ import numpy as np
 
 from hf_dspark.sampling.distributions import TokenDistribution
 
+Pair = tuple[float, float]
+
 
 def hit_rate(after_hit: float, after_miss: float) -> float:
     """Return the share of rounds whose block was prepared, from that in rounds after a hit and after a miss."""
     return after_miss / (1 - after_hit + after_miss)
 
 
+def overlapped(draft_time: float, contention: Pair) -> Pair:
+    """Return when a verification ends, and when the drafting does that began with it. While both run, they take
+    `contention` times as long as alone: the verification, and the drafting."""
+    both = min(contention[0], contention[1] * draft_time)
+    return both + 1 - both / contention[0], both + draft_time - both / contention[1]
+
+
 def speedup(
-    hits: float, tokens: tuple[float, float], draft_time: float, fallback_time: float, batch_size: int = 1
+    hits: float,
+    tokens: Pair,
+    draft_time: float,
+    fallback_time: float,
+    batch_size: int = 1,
+    contention: Pair = (1.0, 1.0),
+    rest_time: float = 0.0,
 ) -> float:
     """Return the speed over plain decoding if a share `hits` of blocks were prepared; `tokens` are those of a round
-    with a prepared block, and of one after a miss. A row that misses lets the batch wait. Theorem 7, Corollary 16.
+    with a prepared block, and of one after a miss. A row that misses lets the batch wait. Each round takes `rest_time`
+    beside drafting and verifying. Theorem 7, Corollary 16; with passes that slow each other down, [`overlapped`].
     """
-    all_hit = hits**batch_size
-    return _mean(hits, *tokens) / _mean(all_hit, max(1.0, draft_time), 1 + fallback_time)
+    all_hit, (verified, prepared) = hits**batch_size, overlapped(draft_time, contention)
+    return _mean(hits, *tokens) / (rest_time + _mean(all_hit, max(verified, prepared), verified + fallback_time))
 
 
-def speedup_bounds(
-    hits: float, tokens: float, synchronous_tokens: float, synchronous_time: float
-) -> tuple[float, float]:
+def speedup_bounds(hits: float, tokens: float, synchronous_tokens: float, synchronous_time: float) -> Pair:
     """Return bounds of the speed over synchronous drafting, which takes `synchronous_time` and commits
     `synchronous_tokens` a round, if preparing takes less than a verification, and the fallback no time. Corollary 9.
     """
@@ -80,7 +94,7 @@ def best_fan_out(budget: int, chances: Sequence[float], hits: Sequence[Sequence[
     return found[::-1], rate
 
 
-def largest_batch(hits_slow: float, hits_fast: float, tokens: tuple[float, float], draft_time: float) -> float:
+def largest_batch(hits_slow: float, hits_fast: float, tokens: Pair, draft_time: float) -> float:
     """Return up to which batch size a miss is best answered by drafting, with `hits_slow`, rather than by something at
     no cost, with `hits_fast`; infinite if always. `tokens` are those of a round of either. Theorem 17.
     """

@@ -29,7 +29,7 @@ import numpy
 import torch
 from bench import RESULTS, main
 from policy_baselines import EliminationScheduler
-from saguaro import best_fan_out, hit_rate, speedup
+from saguaro import Pair, best_fan_out, hit_rate, speedup
 from tqdm import tqdm
 
 from hf_dspark import FullBlock, Policy, Scheduler, ThroughputTable
@@ -311,10 +311,17 @@ def machines() -> dict[str, tuple[float, float, int]]:
     for name, rounds in json.loads((RESULTS / "loop_h200_4b.json").read_text())["cells"][0]["rounds_ms"].items():
         kind = "compiled" if "compiled" in name else "eager"
         found[f"Qwen3-4B: two GPUs, {kind}"] = rounds["draft"] / 1e3, rounds["verify"] / 1e3, GPU_BLOCKS
+    found["the pair: two threads"] = threads("draft_time"), 1.0, 1
     (slow, verifying, _), (fast, quick, _) = found["Qwen3-4B: two CPUs"], found["Qwen3-4B: two GPUs, compiled"]
     found["Qwen3-4B: draft on the CPU, target on the GPU"] = slow, quick, 1
     found["Qwen3-4B: draft on the GPU, target on the CPU"] = fast, verifying, GPU_BLOCKS
     return found
+
+
+def threads(name: str) -> Any:
+    """Return a median of the calibrations of `ahead.py threads`, or two."""
+    runs = [run[name] for run in json.loads((RESULTS / "ahead_threads.json").read_text())["runs"]]
+    return numpy.median(runs, axis=0).tolist()
 
 
 def hits_of(row: dict[str, Any], blocks: int) -> float:
@@ -322,14 +329,17 @@ def hits_of(row: dict[str, Any], blocks: int) -> float:
     return hit_rate(*(best_fan_out(blocks, *row["outcomes"][name].values())[1] for name in ("lagging", "new")))
 
 
-def gains(row: dict[str, Any], draft_time: float, hits: float, batch_size: int = 1) -> dict[str, float]:
+def gains(
+    row: dict[str, Any], draft_time: float, hits: float, batch_size: int = 1, contention: Pair = (1.0, 1.0)
+) -> dict[str, float]:
     """Return speeds over drafting and verifying in turns; drafting is in units of a verification: of tails wherever a
     slot is left; of prepared blocks, after a miss the best of a new block, a tail and none; and of prepared blocks if
-    they had all features."""
+    they had all features. Blocks are prepared as long as the target verifies, or one is."""
     tau, own = row["tau"], max(1.0, row["tau"]["new"] / (1 + draft_time))  # or without drafts
     fallbacks = (tau["new"], draft_time), (row["tau_of_tails"], TAIL_SHARE * draft_time), (1.0, 0.0)
+    preparing = draft_time * max(1, int(1 / draft_time))
     best = [
-        max(speedup(hits, (tokens, other), draft_time, took, batch_size) for other, took in fallbacks) / own
+        max(speedup(hits, (tokens, other), preparing, took, batch_size, contention) for other, took in fallbacks) / own
         for tokens in (tau["lagging"], tau["new"])
     ]
     drafted = 1 - row["share_of_tails"] * (1 - TAIL_SHARE)
@@ -350,7 +360,9 @@ def ahead() -> dict[str, Any]:
         for name, (drafting, verifying, at_once) in machines().items():
             ratio, blocks = drafting / verifying, min(MOST_BLOCKS, at_once * max(1, int(verifying / drafting)))
             facts = {"regime": regime, "machine": name, "draft_time": ratio, "blocks": blocks}
-            found["machines"].append(facts | {"hits": (hits := hits_of(row, blocks))} | gains(row, ratio, hits))
+            slower = threads("contention") if "threads" in name else (1.0, 1.0)
+            hits = hits_of(row, blocks)
+            found["machines"].append(facts | {"hits": hits} | gains(row, ratio, hits, contention=slower))
             if "compiled" in name:
                 found["batches"][regime] = [gains(row, ratio, hits, batch)["ahead"] for batch in BATCHES]
         names = ("tails", "ahead", "ahead_with_features")

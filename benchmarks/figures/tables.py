@@ -526,9 +526,11 @@ def ahead_machines() -> Rows:
 
 @table("ahead_threads")
 def ahead_threads() -> Rows:
-    yield "hits, %", "τ in turns", "τ ahead", "simulated speed", "measured speed"
-    found = load("ahead_threads")
-    yield percent(found["hits"]), *map(number, (*found["tau"].values(), found["simulated"], found["measured"]))
+    slower = "verifying takes, times", "drafting takes, times"
+    yield "hits, %", "τ in turns", "τ ahead", *slower, "without contention", "simulated speed", "measured speed"
+    for run in load("ahead_threads")["runs"]:
+        speeds = (run[name] for name in ("without contention", "simulated", "measured"))
+        yield percent(run["hits"]), *map(number, (*run["tau"].values(), *run["contention"], *speeds))
 
 
 @table()

@@ -14,7 +14,7 @@ from hf_dspark.decoding.loop import DecodingLoop
 from tests.rows import GREEDY, alone
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
-bench, ahead_threads = map(importlib.import_module, ("bench", "ahead_threads"))
+bench, ahead_drafting = map(importlib.import_module, ("bench", "ahead"))
 PROMPTS = [[3, 9, 12, 30, 7, 7, 21], [5, 11], [11, 4, 8, 8, 25, 13, 17, 31]]
 
 
@@ -27,13 +27,13 @@ def answer(pair, ids, **options):
 @pytest.fixture
 def ahead(pair, monkeypatch):
     monkeypatch.setattr(pair[1], "decoding", DecodingOptions(policy=FullBlock()))
-    return ahead_threads.Ahead([3, 2, 2, 1, 1], checks=True)
+    return ahead_drafting.Ahead([3, 2, 2, 1, 1], checks=True)
 
 
 @pytest.mark.parametrize("error", [RuntimeError("died"), torch.OutOfMemoryError("no memory"), KeyboardInterrupt()])
 @pytest.mark.parametrize(("fatal", "has_read"), [(1, False), (1, True), (9, False), (9, True)])
 def test_a_call_goes_on_without_the_thread_and_warns_once(pair, ahead, monkeypatch, error, fatal, has_read):
-    honest, drafted = ahead_threads.after_gap, []
+    honest, drafted = ahead_drafting.after_gap, []
 
     def failing(*args):
         drafted.append(threading.current_thread())
@@ -42,7 +42,7 @@ def test_a_call_goes_on_without_the_thread_and_warns_once(pair, ahead, monkeypat
             raise error
         return honest(*args)
 
-    monkeypatch.setattr(ahead_threads, "after_gap", failing)
+    monkeypatch.setattr(ahead_drafting, "after_gap", failing)
     with ahead.working(), warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         answers = [answer(pair, ids) for ids in PROMPTS]
@@ -65,7 +65,7 @@ def test_an_interrupt_leaves_no_thread_and_nothing_of_its_call(pair, ahead, monk
     with ahead.working():
         with pytest.raises(KeyboardInterrupt):
             answer(pair, PROMPTS[0])
-        assert not ahead._thread.is_alive() and ahead.fault is None
+        assert ahead._work is None and ahead.fault is None
         assert [answer(pair, ids) for ids in PROMPTS] == [alone(pair[0], ids) for ids in PROMPTS]
     assert sum(ahead.hits) > 0
 
@@ -73,7 +73,7 @@ def test_an_interrupt_leaves_no_thread_and_nothing_of_its_call(pair, ahead, monk
 @pytest.mark.slow
 def test_all_shipped_prompts_are_answered_as_by_the_target_alone():
     target, draft, tokenizer = bench.load_pair()
-    ahead, draft.decoding = ahead_threads.Ahead([2, 1]), DecodingOptions(policy=FullBlock())
+    ahead, draft.decoding = ahead_drafting.Ahead([2, 1]), DecodingOptions(policy=FullBlock())
     prompts = bench.held_out_ids(tokenizer)
     expected = [alone(target, ids, max_new_tokens=64) for ids in prompts]
     with ahead.working():

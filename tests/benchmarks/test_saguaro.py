@@ -40,6 +40,36 @@ def test_speedup_is_that_of_simulated_rounds(batch_size, after_hit, after_miss, 
     )
 
 
+@pytest.mark.parametrize("contention", [(1.0, 1.0), (1.6, 1.0), (1.3, 2.1), (2.0, 2.0)])
+@pytest.mark.parametrize("draft_time", [0.0, 0.4, 0.8, 1.7])
+def test_passes_that_slow_each_other_down_end_when_their_work_is_done(contention, draft_time):
+    left, ends, clock, step = [1.0, draft_time], [0.0, 0.0], 0.0, 1e-4
+    while max(left) > step / 2:
+        going, clock = [each > step / 2 for each in left], clock + step
+        slower = contention if all(going) else (1.0, 1.0)
+        left = [each - step / slow * runs for each, slow, runs in zip(left, slower, going, strict=True)]
+        ends = [clock if runs else end for runs, end in zip(going, ends, strict=True)]
+    assert saguaro.overlapped(draft_time, contention) == pytest.approx(ends, abs=1e-3)
+
+
+def test_contention_of_one_changes_nothing_and_more_of_it_never_helps():
+    grid = list(itertools.product((0.2, 0.7, 1.0), (0.3, 0.8, 1.5), (0.0, 0.4)))
+    for hits, draft_time, fallback_time in grid:
+        common = hits, (4.0, 3.0), draft_time, fallback_time
+        by_contention = [
+            [saguaro.speedup(*common, contention=(verify, draft)) for draft in (1.0, 1.2, 1.6, 2.0)]
+            for verify in (1.0, 1.3, 1.7, 2.0)
+        ]
+        free = (4.0 * hits + 3.0 * (1 - hits)) / (hits * max(1, draft_time) + (1 - hits) * (1 + fallback_time))
+        assert by_contention[0][0] == pytest.approx(saguaro.speedup(*common)) == pytest.approx(free)
+        for row in (*by_contention, *zip(*by_contention, strict=True)):
+            assert all(after <= before + 1e-12 for before, after in itertools.pairwise(row))
+        assert by_contention[-1][-1] < free
+    # Two threads that take turns at all they do gain nothing: a verification and all of the drafting.
+    assert saguaro.speedup(1.0, (4.0, 4.0), 0.3, 0.0, contention=(2.0, 2.0)) == pytest.approx(4 / 1.3)
+    assert saguaro.speedup(0.4, (4.0, 4.0), 0.3, 0.1, rest_time=0.2) == pytest.approx(4 / (0.2 + 0.4 + 0.6 * 1.1))
+
+
 def test_speedup_over_synchronous_drafting_is_within_its_bounds():
     for hits, fallback_tokens in itertools.product((0.1, 0.5, 0.9, 1.0), (1.0, 2.0, 4.0)):
         low, high = saguaro.speedup_bounds(hits, 4.0, 4.0, 0.3)

@@ -110,3 +110,6 @@ def test_drafting_ahead_hides_all_of_the_drafting_if_every_block_was_prepared():
     assert simulator.gains(row, 4.0, 0.0, batch_size=4)["ahead"] == pytest.approx(1.0)
     row["share_of_tails"], row["tau"]["tails"] = 0.75, 3.0
     assert simulator.gains(row, 1.0, 0.0)["tails"] == pytest.approx(3 / (1 + 7 / 16) / 2)
+    # Threads that take turns hide nothing: each prepared block costs its time, used or not.
+    row |= {"tau": dict.fromkeys(row["tau"], 4.0)}
+    assert simulator.gains(row, 0.5, 1.0, contention=(2.0, 2.0))["ahead"] == pytest.approx(1.5 / 2)
