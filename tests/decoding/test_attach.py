@@ -156,6 +156,39 @@ def test_caches_that_no_draft_continues_are_continued_without(target, draft, pro
     assert_plain(target, draft, GREEDY | {"input_ids": longer, "past_key_values": offloaded}, "cannot continue a")
 
 
+PLAIN_TURNS = {
+    "refused": {"guidance_scale": 1.5},
+    "without": {"assistant_model": None},
+    "lookup": {"prompt_lookup_num_tokens": 3},
+}
+
+
+@pytest.mark.parametrize("options", PLAIN_TURNS.values(), ids=PLAIN_TURNS)
+@pytest.mark.parametrize("given", ["whole", "edited", "new"])
+@pytest.mark.parametrize("rows", [1, 3])
+def test_a_plain_turn_goes_on_from_one_with_the_draft(target, draft, prompts, rows, given, options):
+    if options is PLAIN_TURNS["lookup"] and (rows > 1 or given == "new"):
+        pytest.skip("transformers decodes one row, and reads the whole conversation again")
+    attach(target, draft)
+    batch = padded(prompts[:rows])
+    first = target.generate(**batch, return_dict_in_generate=True, **GREEDY)
+    said = first.sequences[:, batch["input_ids"].shape[1] :]
+    ids = torch.cat([first.sequences[:, : -4 if given == "edited" else None], said[:, :3]], dim=1)
+    mask = torch.cat([batch["attention_mask"], torch.ones_like(ids[:, batch["input_ids"].shape[1] :])], dim=1)
+    plain = GREEDY | {"assistant_model": None} | options
+    expected = target.generate(ids, attention_mask=mask, **plain)[:, ids.shape[1] :]
+    part = ids[:, -4:] if given == "new" else ids  # the last token was said, and not read
+    found = target.generate(part, attention_mask=mask, past_key_values=first.past_key_values, **GREEDY | options)
+    assert torch.equal(found[:, part.shape[1] :], expected)
+
+
+def test_a_cache_of_all_that_is_given_is_left_to_plain_generate(target, draft, prompts):
+    ids, cache = torch.tensor(prompts[:1]), DynamicCache(config=target.config)
+    with torch.no_grad():
+        target(ids, past_key_values=cache)
+    assert_plain(target, draft, GREEDY | {"input_ids": ids, "past_key_values": cache}, "something new after it")
+
+
 def test_a_state_of_the_model_that_no_draft_follows_is_decoded_plain(make_target, make_draft):
     target = make_target()
     draft = make_draft(target)

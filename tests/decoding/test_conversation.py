@@ -213,7 +213,7 @@ def test_conversations_of_ragged_answers_go_on_in_one_dynamic_cache(target, draf
 def test_a_slot_cache_becomes_a_dynamic_one_for_plain_generate(first_turn, target):
     cache, (whole,) = first_turn()
     with pytest.raises(ValueError, match="to_dynamic_cache"):
-        target.generate(torch.tensor([whole]), past_key_values=cache, **GREEDY)
+        target(torch.tensor([whole]), past_key_values=cache)
     second = target.generate(torch.tensor([whole]), past_key_values=cache.to_dynamic_cache(), **GREEDY)
     assert second[0, len(whole) :].tolist() == alone(target, whole)
 

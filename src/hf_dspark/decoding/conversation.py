@@ -110,13 +110,7 @@ def _read_row(call: Call, row: int, cache: SlotCache) -> PromptRow:
 
 def _taken(given: Cache, row: int, real: torch.Tensor, cache: SlotCache) -> int:
     """Take over what a plain cache holds of a row whose tokens stand in the `real` columns; return how many it is."""
-    past = given.get_seq_length()
-    if past >= len(real) or not bool(real[past:].any()):
-        raise ValueError(
-            f"past_key_values holds {past} columns, the prompts have {len(real)}: pass the whole conversation with "
-            "something new after it"
-        )
-    cache.take_row(given, row, real[:past].nonzero()[:, 0])
+    cache.take_row(given, row, real[: given.get_seq_length()].nonzero()[:, 0])
     return cache.lengths[row]
 
 

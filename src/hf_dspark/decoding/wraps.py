@@ -21,16 +21,19 @@ from transformers.generation import GenerationMode
 
 from ..models.auto import is_draft, refuse_misread, require_draft
 from ..models.modeling_draft import DraftModel
+from ..models.slot_cache import SlotCache
 from ..scheduling.options import DecodingOptions
+from ..scheduling.policies import FullBlock
 from ..scheduling.step_costs import experience_of
 from ..targets.adapters import restore_adapters
 from ..targets.support import TargetSupport, restore
-from ..targets.transformers_api import generation_obstacles
+from ..targets.transformers_api import CACHE_ARGUMENTS, generation_obstacles
 from .assisted import DSparkCandidateGenerator, decode_assisted
 from .attach import Attachment, attachment_of
 from .batch import batch_plan, decode_batch
 from .call import decode_call, effective_config
 from .checks import DECODED, INPUT_ARGUMENTS, Refused, loop_obstacle, option_obstacles, refuse
+from .conversation import open_cache, read_prompt
 from .hook import call_obstacles, cutoff_of, drop_cache_of_files, plan_call
 from .request import TYPE_ARGUMENTS, Call
 
@@ -55,15 +58,17 @@ def generate(original: Callable, target: PreTrainedModel, /, *args: Any, **kwarg
     arguments = {name: each for name, each in given.arguments.items() if name not in ("self", "kwargs")} | kwargs
     attached, reasons = _attachment_for(target, arguments)
     draft = arguments.get("assistant_model") if attached is None else attached.draft
-    if draft is None or arguments.get("custom_generate") is not None:
+    if arguments.get("custom_generate") is not None:
         return original(target, *args, **kwargs)
+    if draft is None:
+        return original(target, *args, **_without_slots(target, arguments, kwargs))
     if isinstance(draft, (str, os.PathLike)):  # transformers would look for its config
         require_draft(draft)
     if not hasattr(draft, "config"):  # a container, a class, or what is left of a draft
         raise TypeError(f"assistant_model is a {type(draft).__name__}, which is no model: pass the draft itself")
     if not is_draft(draft):
         refuse_misread(draft)
-        return original(target, *args, **kwargs)
+        return original(target, *args, **_without_slots(target, arguments, kwargs))
     cutoff = cutoff_of(target, arguments, arguments.get("generation_config"))
     given.arguments["assistant_model"] = drafted = _Drafted(draft, cutoff, arguments, (attached or draft).decoding)
     try:
@@ -85,6 +90,7 @@ def generate(original: Callable, target: PreTrainedModel, /, *args: Any, **kwarg
         puts = itertools.count()
         later = SimpleNamespace(put=lambda value: next(puts) and streamer.put(value), end=streamer.end)
         given.arguments["streamer"] = later
+    given.arguments["kwargs"] = _without_slots(target, arguments, given.arguments.get("kwargs", {}))
     with TargetSupport.of(target).switch.lock:  # rounds of other threads wait
         return original(*given.args, **given.kwargs)
 
@@ -151,11 +157,21 @@ def validate_generation_mode(
     return original(target, generation_mode, generation_config, generation_mode_kwargs)
 
 
-def _unprepared(drafted: _Drafted, config: GenerationConfig, reasons: list[str]) -> list[str]:
-    """Return all reasons of a call that is refused: also of its prompts, as they are before transformers prepares
-    them."""
-    given = drafted.given
-    names = (*INPUT_ARGUMENTS, *TYPE_ARGUMENTS, "streamer", "synced_gpus")
+def _without_slots(target: PreTrainedModel, given: dict[str, Any], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Return the keywords of a plain call without the cache of an earlier call with a draft: a whole conversation is
+    read again, and what only goes on gets a copy."""
+    for name in CACHE_ARGUMENTS:
+        if isinstance(cache := kwargs.get(name), SlotCache):
+            call = _call_of(given, target.generation_config, policy=FullBlock())
+            for row in range(open_cache(cache, len(call.input_ids)).num_rows):
+                read_prompt(call, row, cache)  # refuses another conversation
+            kwargs = kwargs | {name: cache.to_dynamic_cache() if call.width > call.columns else None}
+    return kwargs
+
+
+def _call_of(given: dict[str, Any], config: GenerationConfig, **plan: Any) -> Call:
+    """Return a call as it is before transformers prepares it."""
+    names = (*INPUT_ARGUMENTS, *CACHE_ARGUMENTS, *TYPE_ARGUMENTS, "streamer", "synced_gpus")
     prepared = {name: given[name] for name in names if given.get(name) is not None}
     prepared |= {name: given.get(name) or [] for name in ("logits_processor", "stopping_criteria")}
     ids, embeds = given.get("input_ids", given.get("inputs")), given.get("inputs_embeds")
@@ -163,9 +179,15 @@ def _unprepared(drafted: _Drafted, config: GenerationConfig, reasons: list[str])
         ids = torch.empty(1 if embeds is None else len(embeds), 0, dtype=torch.long)
     config = copy.copy(config)
     config.max_length = ids.shape[-1] + (config.max_new_tokens or 1)
-    call = Call.of(ids, prepared | {"generation_config": config}, **drafted.plan)
+    return Call.of(ids, prepared | {"generation_config": config}, **plan)
+
+
+def _unprepared(drafted: _Drafted, config: GenerationConfig, reasons: list[str]) -> list[str]:
+    """Return all reasons of a call that is refused: also of its prompts, as they are before transformers prepares
+    them."""
+    call = _call_of(drafted.given, config, **drafted.plan)
     try:
-        obstacle = loop_obstacle(call, len(ids))
+        obstacle = loop_obstacle(call, len(call.input_ids))
         return reasons + call_obstacles(call, drafted.draft, obstacle)
     except Exception:  # on prompts that transformers does not take, either
         return reasons
