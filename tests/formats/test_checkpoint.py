@@ -10,9 +10,10 @@ from unittest.mock import Mock
 import pytest
 import torch
 from huggingface_hub import constants
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from hf_dspark.formats.checkpoint import MAX_CONFIG_BYTES, Checkpoint, TensorInfo, read_json
+from hf_dspark.models.auto import load_draft
 
 TENSORS = {
     "fc.weight": torch.arange(6.0).reshape(2, 3),
@@ -271,3 +272,28 @@ def test_sound_json_is_read_whole(tmp_path):
     value = {"a": [1, -2.5, 1e-300, None, True, {"ä": "ö"}], "b": {}, "c": 2**62}
     (tmp_path / "x.json").write_text(json.dumps(value), encoding="utf-8")
     assert read_json(tmp_path / "x.json") == value
+
+
+FIXTURES = Path(__file__).parents[1] / "fixtures"
+KINDS = [
+    "deepspec/draft_vanilla", "dflash/z_lab", "dspark/modelopt_vanilla", "eagle3/specforge",
+    "eagle3/speculators_qwen3",
+    "speculators/pruned_vocab_vanilla",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_names_of_wrappers_and_remnants_of_old_versions_are_passed_over(tmp_path, kind):
+    """As torch.compile, DDP and trainers leave them."""
+    folder = tmp_path / "draft"
+    shutil.copytree(FIXTURES / kind, folder)
+    plain, stored = load_draft(folder).state_dict(), load_file(folder / "model.safetensors")
+    for wrapper in ("_orig_mod.", "module.", "draft_model.", "model.", "module._orig_mod.draft_model."):
+        tensors = {f"{wrapper}{name}": tensor for name, tensor in stored.items()}
+        inv_freq = {f"{wrapper}{place}rotary_emb.inv_freq": torch.ones(6) for place in ("", "layers.0.self_attn.")}
+        save_file(tensors | inv_freq, folder / "model.safetensors", {"format": "pt"})
+        found = load_draft(folder).state_dict()
+        assert found.keys() == plain.keys() and all(torch.equal(found[name], plain[name]) for name in plain)
+    save_file({f"other.{name}": tensor for name, tensor in stored.items()}, folder / "model.safetensors")
+    with pytest.raises(ValueError, match="those of 0 layers.*their names are other\\."):
+        load_draft(folder)

@@ -169,7 +169,8 @@ UNREAD = {
     "local_attention": 64, "use_rope": False, "use_rotary": False, "use_pre_norm": False, "is_bidirectional": False,
     "scale_attn_weights": False, "add_bias_linear": True, "act_fn": "gelu", "eps": 1e-3, "label_shift": 1,
     "mask_embed": True, "quant_config": {"bits": 4}, "theta": 1e4, "emb_mult": 12.0, "fusion_type": "gated",
-    "num_fc_layers": 2,
+    "num_fc_layers": 2, "logit_cap": 30.0, "pos_emb": "learned", "position_encoding": "alibi", "mup": True,
+    "num_denoising_steps": 2, "freq_base": 1e4, "capture_layers": [1, 3], "aux_layer_ids": [0, 2],
 }  # fmt: skip
 SECTIONS = [("flat", ""), ("flat", "dflash_config."), ("flat", "dspark_config."), ("dflash", "dflash_config.")]
 SECTIONS += [("speculators", ""), ("speculators", "transformer_layer_config.")]

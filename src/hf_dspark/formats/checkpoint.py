@@ -29,7 +29,8 @@ QUANTISATION = "quantization_config"
 STS_FILE = "sts.json"  # as SGLang reads it, and with the temperatures of all domains
 # Far above what real checkpoints have; parsing takes some thirty times the bytes in memory.
 MAX_CONFIG_BYTES, MAX_INDEX_BYTES = 2**20, 2**25
-NOT_OURS = {"t2d"}  # speculators stores with it what d2t says already
+# What d2t says already, in speculators' files, and the configuration, in files of older versions of transformers.
+_NOT_OURS = re.compile(r"(^|\.)(t2d|rotary_emb\.inv_freq)$")
 
 _SHARD_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,200}\.safetensors")
 _PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".distcp", ".bin.index.json")
@@ -222,7 +223,7 @@ class Checkpoint(os.PathLike):
         both = {name: (self.tensors[name], tensor) for name, tensor in expected.items() if name in self.tensors}
         faults = {
             "missing": sorted(expected.keys() - both.keys()),
-            "unexpected": sorted(self.tensors.keys() - expected.keys() - NOT_OURS),
+            "unexpected": sorted(name for name in self.tensors.keys() - expected.keys() if not _NOT_OURS.search(name)),
             "of another shape": [
                 f"{name} {list(info.shape)} instead of {list(tensor.shape)}"
                 for name, (info, tensor) in both.items()

@@ -18,16 +18,17 @@ _COMPUTING = tuple(
         (r"quant(?!um)|compression_config", (False,)),
         (r"neox|qk_(layer)?norm|^use_(rope|rotary|pre_norm)|^(is_)?bidirectional$|^scale_attn", (True,)),
         (
-            r"multiplier|scal(e|ar|ing)(_|$)|^mup_|dim_model_base|rotary_p(er)?ct|rotary_percent"
+            r"multiplier|scal(e|ar|ing)(_|$)|^mup(_|$)|dim_model_base|rotary_p(er)?ct|rotary_percent"
             r"|(att\w*|softmax|logits?)_temperature",
             (1, False),
         ),
         (
-            r"(?<!m)rope|rotary|interleav|swa|window|chunk|causal|bidirectional|sink|gat(e|ed|ing)(_|$)|soft_?cap|alibi"
-            r"|norm(?!_topk)|(^|_)shift(_|$)|prefix_len|log_snr|conditioning|bias(_linear)?$|position_embedding|pattern"
-            r"|activation|anchor|offset|projector|mask_embed|embedding_size|target_hidden|draft_vocab|topk_context|tap_"
-            r"|residual(?!_(dropout|in_fp32))|parallel_att|clip_qkv|nope_|zero_cent|(^|_)act(_fn)?$|(^|_)eps(ilon)?$"
-            r"|local_att|att\w*_(mode|types?)$|mask_type$|^theta$|emb\w*_mult$|fusion|num_fc",
+            r"(?<!m)rope|rotary|interleav|swa|window|chunk|causal|bidirectional|sink|gat(e|ed|ing)(_|$)|soft_?cap"
+            r"|_cap$|alibi|denois|base_freq|freq\w*_base|norm(?!_topk)|(^|_)shift(_|$)|prefix_len|log_snr"
+            r"|conditioning|bias(_linear)?$|pos\w*_(emb|enc)|pattern|activation|anchor|offset|projector|mask_embed"
+            r"|embedding_size|target_hidden|draft_vocab|topk_context|tap_|residual(?!_(dropout|in_fp32))|parallel_att"
+            r"|clip_qkv|nope_|zero_cent|(^|_)act(_fn)?$|(^|_)eps(ilon)?$|local_att|att\w*_(mode|types?)$|mask_type$"
+            r"|^theta$|emb\w*_mult$|fusion|num_fc",
             (False, 0),
         ),
     )
@@ -70,6 +71,8 @@ def unknown_keys(config: Source, entry: Format) -> Iterator[str]:
 def _is_neutral(key: str, value: Any, must_be_known: bool = True) -> bool:
     if value is None or value == {}:
         return True
+    if "layer" in key and isinstance(value, list) and any(type(each) is int for each in value):
+        return False  # tapped layers, or layers that differ from the others
     for names, neutral in _COMPUTING:
         if names.search(key):
             return any(value is each or (value == each and type(value) in (int, float)) for each in neutral)

@@ -58,6 +58,10 @@ def read_draft_config(
     return ours if checkpoint.temperatures is None else ours | {"sts_temperatures": checkpoint.temperatures}
 
 
+# What draft models are wrapped in when they are trained and saved: of torch.compile, of DDP, and of projects.
+_WRAPPERS = (r"((_orig_mod|module|draft_model|model)\.)+", "")
+
+
 def stored_names(checkpoint: Checkpoint) -> dict[str, str]:
     """Return our names of a checkpoint's tensors, and those that they have in its files."""
     entry = recognise(checkpoint.config)
@@ -66,7 +70,7 @@ def stored_names(checkpoint: Checkpoint) -> dict[str, str]:
     found = {}
     for theirs in sorted(checkpoint.tensors):
         name = theirs
-        for pattern, replacement in renames:
+        for pattern, replacement in (_WRAPPERS, *renames):
             name = re.sub(f"^{pattern}", replacement, name)
         name = ours.get(name, name)
         found.setdefault(name if name not in checkpoint.tensors else theirs, theirs)

@@ -150,6 +150,7 @@ class DraftModel(PreTrainedModel):
         layers = {match[1] for match in map(_LAYER.match, renamed) if match}
         if len(layers) < config.num_hidden_layers:  # before so many are built
             found = f"are those of {len(layers)} layers, num_hidden_layers is {config.num_hidden_layers}"
+            found += "" if layers else f"; their names are {listed(sorted(renamed))}"
             raise checkpoint.misfit(found, ["num_hidden_layers"])
         for name, field in config.shareable.items():
             setattr(config, field, getattr(config, field) or renamed.get(name, name) in checkpoint.tensors)
@@ -164,7 +165,8 @@ class DraftModel(PreTrainedModel):
                 kept = kept_tokens_mask(tensors["d2t"], config.vocab_size)
             except ValueError as error:
                 raise ValueError(f"the checkpoint {checkpoint.name} is damaged: {error}") from None
-            if "t2d" in checkpoint.tensors and not torch.equal(checkpoint.load(["t2d"])["t2d"].bool(), kept):
+            t2d = renamed.get("t2d")
+            if t2d is not None and not torch.equal(checkpoint.load([t2d])[t2d].bool(), kept):
                 raise ValueError(f"the checkpoint {checkpoint.name} is damaged: its t2d and d2t name different tokens")
         return tensors
 
