@@ -280,6 +280,43 @@ def test_wishes_of_a_row_are_honoured_or_refused_by_name(columns, expected):
             token_ids(read_prompts([row])[0], tokenizer)
 
 
+FLAGS = (
+    "learn", "is_train", "no_loss", "should_train", "skip", "mask_out", "trained", "compute_loss", "include_in_loss",
+    "supervised", "step_loss_mask", "exclude", "train_on_this",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("value", [False, True, 0, 1])
+@pytest.mark.parametrize("flag", FLAGS)
+def test_flags_of_other_names_are_refused_where_they_ask_for_a_loss(flag, value):
+    tokenizer, talk = make_tokenizer(), [ASKED, SAID]
+    for row, place in (
+        ({"messages": [ASKED, SAID | {flag: value}]}, "message 1: "),
+        ({"messages": talk, flag: value}, ""),
+    ):
+        with pytest.raises(ValueError, match=f"^{place}{flag}: {value} cannot be honoured"):
+            tokenize_example(row, tokenizer)
+    for harmless in (None, "a text", 0.5):
+        assert supervised(tokenize_example({"messages": talk, flag: harmless}, tokenizer), tokenizer) == ENDED[:1]
+
+
+MASK = [0, 0, 1, 1]
+BESIDE_TOKENS = {
+    **dict.fromkeys(("loss_masks", "lossmask", "answer_mask", "action_mask", "weights", "token_weights"), MASK),
+    **dict.fromkeys(("prompt_len", "prompt_length", "num_prompt_tokens", "source_len", "answer_start_index"), 2),
+}
+
+
+@pytest.mark.parametrize("name", BESIDE_TOKENS)
+def test_tokens_are_not_all_trained_on_where_another_name_says_which(name):
+    row = {"input_ids": [40, 41, 42, 43], name: BESIDE_TOKENS[name]}
+    with pytest.raises(ValueError, match=f"^{name}: .*loss_mask"):
+        tokenize_example(row, make_tokenizer())
+    if name not in ("prompt_len", "answer_start_index"):
+        return
+    assert tokenize_example(row | {"loss_mask": MASK}, make_tokenizer())["loss_mask"] == MASK
+
+
 @pytest.mark.parametrize(
     ("wrong", "words"),
     [

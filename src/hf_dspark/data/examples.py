@@ -12,7 +12,16 @@ from transformers import PreTrainedTokenizerBase
 
 from ..files import shortened
 from .conversations import Chat
-from .spellings import canonical, conversation, integers, is_row_wanted, read_messages, template_arguments
+from .spellings import (
+    MASKS,
+    canonical,
+    conversation,
+    integers,
+    is_row_wanted,
+    read_messages,
+    refuse_beginnings,
+    template_arguments,
+)
 
 IGNORED_LABEL = -100
 STREAM_CHECK = 1000
@@ -76,6 +85,8 @@ def _tokenised(given: Mapping[str, Any], chat: Chat) -> Tokens:
             )
         columns["labels"][place] = label != IGNORED_LABEL
     kept = columns.pop("attention_mask", [1] * len(token_ids))
+    if not columns:
+        refuse_beginnings(given)
     _refuse_packed(given, kept)
     mask = [int(all(column[place] for column in columns.values())) for place in range(len(token_ids))]
     token_ids, mask = list(itertools.compress(token_ids, kept)), list(itertools.compress(mask, kept))
@@ -177,10 +188,6 @@ def _text(given: Mapping[str, Any], chat: Chat) -> Tokens:
 
 
 Reader = Callable[[Mapping[str, Any], Chat], Tokens]
-MASKS = (
-    "loss_mask", "assistant_masks", "assistant_mask", "completion_mask", "response_mask", "train_mask", "label_mask",
-    "tool_mask",
-)  # fmt: skip
 # Of an example, the first form counts of which it has a column of each group.
 FORMS: tuple[tuple[tuple[tuple[str, ...], ...], Reader], ...] = (
     ((("input_ids",), (*MASKS, "labels")), _tokenised),

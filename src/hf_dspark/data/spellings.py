@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from math import isnan
 from typing import Any
@@ -37,9 +38,24 @@ _REFUSED = dict.fromkeys(("mask", "train_detail", "train_on_turn"))
 _ROW_REFUSED = {
     **dict.fromkeys(("train_on_input", "train_on_inputs", "train_on_prompt", "mask_history"), 0),
     **dict.fromkeys(("train_on_last_turn", "train_only_last_turn", "train_on_last_turn_only", "only_last"), 0),
-    "mask_prompt": 1,
+    **dict.fromkeys(("mask_prompt", "train_on_responses_only", "assistant_only_loss", "completion_only_loss"), 1),
     "mask": "user",  # NeMo's: whose turns have no loss
 }
+MASKS = (
+    "loss_mask", "assistant_masks", "assistant_mask", "completion_mask", "response_mask", "train_mask", "label_mask",
+    "tool_mask",
+)  # fmt: skip
+# Other names that ask for the same, if their values are flags or lists.
+_ASKS = re.compile(
+    r"(^|_)(loss(es)?|weights?|train(ed|ing|able)?|learn|supervised?|mask(s|ed)?|ignored?|excluded?|skip)$"
+    r"|(^|_)train_on_|lossmask|mask_out"
+)
+_NO_WISHES = {*MASKS, "attention_mask", "special_tokens_mask"}
+# Where an answer begins, in rows of tokens.
+_BEGINS = re.compile(
+    r"(prompt|source|src|context|question|query|instruction|user)_(len|length|size|tokens)$"
+    r"|(answer|response|completion|target)_start"
+)
 
 
 def canonical(row: Mapping[str, Any]) -> dict[str, Any]:
@@ -251,6 +267,15 @@ def is_row_wanted(given: Mapping[str, Any]) -> bool:
     return given.get("label") is not False and all(_wishes(given, _ROW_WISHES, _ROW_REFUSED, ""))
 
 
+def refuse_beginnings(given: Mapping[str, Any]) -> None:
+    """Refuse a row of tokens that says by a number of tokens what of them the user said."""
+    if name := next(filter(_BEGINS.search, given), None):
+        raise ValueError(
+            f"{name}: {shortened(given[name])} is not read, and all input_ids would be trained on: pass prompt_ids "
+            "and completion_ids, or a loss_mask"
+        )
+
+
 def is_supervised(place: int, message: Mapping[str, Any]) -> bool:
     """Return whether a message is an answer to train on, by its role and by what it says itself."""
     wishes, is_answer = _wishes(message, _WISHES, _REFUSED, f"message {place}: "), message["role"] == "assistant"
@@ -263,10 +288,17 @@ def is_supervised(place: int, message: Mapping[str, Any]) -> bool:
 
 
 def _wishes(given: Mapping[str, Any], names: Mapping[str, int], refused: Mapping[str, Any], where: str) -> list[bool]:
-    wishes = []
-    for name in given.keys() & {*names, *refused}:
+    known, wishes = {*names, *refused}, []
+    flags = [
+        name
+        for name, value in given.items()
+        if isinstance(value, list) or (type(value) in (int, bool) and value in (0, 1))
+    ]
+    others = {name for name in flags if _ASKS.search(name)} - _NO_WISHES - known
+    for name in given.keys() & known | others:
         value = given[name]
-        if isinstance(value, list | dict) or value not in ((refused[name],) if name in refused else (0, 1)):
+        meant = () if name in others else (refused[name],) if name in refused else (0, 1)
+        if isinstance(value, list | dict) or value not in meant:
             raise ValueError(
                 f"{where}{name}: {shortened(value)} cannot be honoured: what the target writes is supervised, each "
                 "answer whole or not at all; say 'weight': 0 of messages and rows that are context only, and give "
