@@ -7,6 +7,7 @@ os.environ["HF_DSPARK_CACHE"] = os.path.join(os.devnull, "none")  # no table of 
 
 import json
 import string
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -31,6 +32,18 @@ from hf_dspark.scheduling.learning import LearnedAcceptance, LearnedCosts
 torch.set_num_threads(1)
 
 FIXTURES = Path(__file__).parent / "fixtures"
+
+
+@pytest.hookimpl(tryfirst=True)  # before those that `-m` leaves out are left out
+def pytest_collection_modifyitems(items):
+    """Of a test marked `one_in(n)`, which says one thing of many cases, let every n-th case be no slow one."""
+    seen = Counter()
+    for item in items:
+        if (mark := item.get_closest_marker("one_in")) is not None and item.get_closest_marker("slow") is None:
+            place = seen[item.path, item.originalname]
+            seen[item.path, item.originalname] += 1
+            if place % mark.args[0]:
+                item.add_marker(pytest.mark.slow)
 
 
 @dataclass

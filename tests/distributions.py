@@ -65,8 +65,8 @@ class EnumeratingSampler(ChainSampler):
         return super().finish(self.real.expected_logits(confidence_logits))
 
 
-def make_pair(make_target, gamma=2, seed=0, **overrides):
-    target = make_target(vocab_size=VOCAB, seed=seed, pad_token_id=None)
+def make_pair(make_target, gamma=2, seed=0, depth=4, **overrides):
+    target = make_target(vocab_size=VOCAB, num_hidden_layers=depth, seed=seed, pad_token_id=None)
     torch.manual_seed(seed + 1)
     options = {"num_hidden_layers": 1, "block_size": gamma, "markov_rank": 4, "mask_token_id": 2} | overrides
     config = DSparkConfig.from_target(target.config, **options)

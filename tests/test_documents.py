@@ -76,6 +76,7 @@ def recipes() -> list:
     return found
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(("code", "needed"), recipes())
 def test_recipe_runs_where_its_packages_are_installed(code, needed, checkout, monkeypatch):
     for package in needed:
@@ -99,6 +100,7 @@ def quickstart(tmp_path_factory):
     return names | {"prompts": prompts}
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.usefixtures("checkout")
 @pytest.mark.filterwarnings("ignore:a calibration on")
 @pytest.mark.parametrize("name", hf_dspark.__all__)

@@ -1,7 +1,11 @@
 """The published pair: no evaluation prompt is trained on, and what is said where the target cannot be prepared."""
 
+import heapq
 import json
+import shutil
+import statistics
 import sys
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -105,6 +109,11 @@ def test_tasks_are_made_of_code_questions_and_texts(tmp_path, monkeypatch):
         make_tasks.main()
         return [json.loads(line)["prompt"] for line in file.read_text().splitlines()]
 
+    library = tmp_path / "library"  # a part of Python's own
+    library.mkdir()
+    for module in (heapq, statistics, textwrap):
+        shutil.copy(module.__file__, library)
+    monkeypatch.setattr(make_tasks.sysconfig, "get_path", lambda name: str(library))
     code = made("code", "--num_prompts", "7")
     assert len(code) == len(set(code)) == 7
     questions = jsonl(tmp_path / "questions.jsonl", "How much is one and one?", "How much is two and two?")

@@ -175,6 +175,7 @@ def test_a_server_without_a_draft_of_its_own_goes_on(folder, monkeypatch, draft,
     assert Path.cwd() == before
 
 
+@pytest.mark.slow
 @needs_server
 def test_the_command_says_where_it_is_answers_and_ends_with_ctrl_c(folder):
     command = [sys.executable, "-m", "hf_dspark", "serve", f"{folder}/target", "--draft", f"{folder}/draft"]

@@ -83,6 +83,7 @@ def many(prompts):
     return [*prompts, *(prompt[: 2 + number] for number, prompt in enumerate(prompts))][:8]
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("rows", [pytest.param(1, marks=pytest.mark.slow), 8])
 @pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
 @pytest.mark.parametrize(

@@ -129,6 +129,7 @@ REASONS = {
 }
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     ("rows", "options"),
     [pytest.param(*each, id=name, marks=[pytest.mark.slow] * (name == "paged")) for name, each in KINDS.items()],

@@ -163,6 +163,7 @@ def test_ways_to_draw_beyond_a_few_share_a_graph(graphs, pair, monkeypatch):
     assert len(graphs) <= 1 + 1 + 2 * 2  # target, shared, and of a number the second graph is for all its values
 
 
+@pytest.mark.slow
 def test_any_temperature_is_drawn_in_the_same_graph(graphs, pair, monkeypatch):
     monkeypatch.setattr(compiled_drafting, "MOST_WAYS", 1)
     for temperature in (0.5, 0.8, 1.3):

@@ -67,6 +67,7 @@ def test_a_turn_goes_on_by_the_newer_name_of_the_cache(first_turn, target, draft
     assert output[0, len(whole) :].tolist() == alone(target, whole)
 
 
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize("modes", [(torch.inference_mode, torch.no_grad), (torch.enable_grad, torch.inference_mode)])
 @pytest.mark.parametrize("new_tokens", [1, 2, 3, 5, 8, 13])
 def test_a_turn_goes_on_outside_of_the_mode_of_the_one_before(first_turn, target, draft, modes, new_tokens):

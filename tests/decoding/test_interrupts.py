@@ -165,6 +165,7 @@ def interrupt_at_random(way, target, draft, count):
     assert way() == expected
 
 
+@pytest.mark.one_in(2)
 def test_interrupts_at_random_moments_leave_nothing_switched(way, target, draft):
     interrupt_at_random(way, target, draft, int(os.environ.get("HF_DSPARK_INTERRUPTS", "40")))
 
@@ -174,6 +175,7 @@ def test_ten_thousand_interrupts_leave_nothing_switched(way, target, draft):
     interrupt_at_random(way, target, draft, 2000)
 
 
+@pytest.mark.one_in(2)
 def test_exceptions_in_a_worker_thread_leave_nothing_switched(way, target, draft):
     expected, moments = way(), random.Random(0)
     for _ in range(10):

@@ -28,6 +28,7 @@ DRAFTED = OPTIONS | {
 }
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.usefixtures("either_loop")
 @pytest.mark.parametrize("options", DRAFTED.values(), ids=DRAFTED)
 def test_greedy_output_is_identical_to_plain_generate(target, draft, prompt_ids, options):

@@ -127,7 +127,7 @@ def joint_distribution(distributions):
     "policy", [FullBlock(), Scheduler(SLOPE, trees=False, skip=False), Scheduler(CLIFF, trees=False, skip=False)]
 )
 def test_a_round_of_two_rows_has_the_joint_distribution_of_both_targets(monkeypatch, make_target, policy):
-    target, draft = make_pair(make_target, gamma=GAMMA)
+    target, draft = make_pair(make_target, depth=2, gamma=GAMMA)
     distance, mass, lengths = enumerate_rounds(
         monkeypatch, target, draft, policy, LogitsProcessorList([TopKLogitsWarper(2)])
     )
@@ -138,7 +138,7 @@ def test_a_round_of_two_rows_has_the_joint_distribution_of_both_targets(monkeypa
 
 @pytest.mark.parametrize("policy", [FullBlock(), Scheduler(num_nodes=4)], ids=["chain", "tree"])
 def test_rounds_have_the_targets_distribution_when_the_draft_sees_two_tokens(monkeypatch, make_target, policy):
-    target, draft = make_pair(make_target, gamma=GAMMA)
+    target, draft = make_pair(make_target, depth=2, gamma=GAMMA)
     draft.config.draft_window, processors = 2, LogitsProcessorList([TopKLogitsWarper(2)])
     found = enumerate_rounds(monkeypatch, target, draft, policy, processors, prompts=PROMPTS[:1], rounds=2)
     assert found[0] < 5e-6 and found[1] == pytest.approx(1.0, abs=1e-5)
@@ -149,7 +149,7 @@ def test_rounds_have_the_targets_distribution_when_the_draft_sees_two_tokens(mon
 def test_a_round_has_the_joint_distribution_when_the_draft_overflows_after_some_tokens(
     monkeypatch, make_target, policy
 ):
-    target, draft = make_pair(make_target, gamma=GAMMA)
+    target, draft = make_pair(make_target, depth=2, gamma=GAMMA)
     with torch.no_grad():
         draft.markov_head.markov_w1.weight[1] = torch.nan
     distance, mass, lengths = enumerate_rounds(
@@ -162,7 +162,7 @@ def test_a_round_has_the_joint_distribution_when_the_draft_overflows_after_some_
 def test_that_enumeration_catches_a_scheduler_that_looks_ahead(monkeypatch, make_target):
     distances = []
     for scheduler in (GlobalScheduler(STEP, accept_bias=True), EliminationScheduler(STEP, accept_bias=True)):
-        target, draft = make_pair(make_target, gamma=GAMMA, seed=5)
+        target, draft = make_pair(make_target, depth=2, gamma=GAMMA, seed=5)
         processors = LogitsProcessorList([TopKLogitsWarper(2)])
         distances.append(enumerate_rounds(monkeypatch, target, draft, scheduler, processors)[0])
     assert max(distances) > 0.01
@@ -190,7 +190,7 @@ def joint_truth(target):
 
 @pytest.fixture
 def pair(make_target):
-    target, draft = make_pair(make_target, gamma=3, seed=5)
+    target, draft = make_pair(make_target, depth=2, gamma=3, seed=5)
     wide = ThroughputTable(tuple(range(1, 129)), tuple(1.0 / (1.0 + 0.05 * max(0, n - 40)) for n in range(1, 129)))
     draft.decoding = DecodingOptions(policy=Scheduler(wide, trees=False, skip=False))
     return target, draft

@@ -69,6 +69,7 @@ def test_attention_alone_decodes_any_mask_as_plain_generate(llama, ids, name):
     assert torch.equal(target.generate(ids, **asked, assistant_model=draft), target.generate(ids, **asked))
 
 
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("processor", PROCESSORS.values(), ids=PROCESSORS)
 def test_processors_see_masked_tokens_as_in_plain_generate(llama, ids, processor, mask):
@@ -240,6 +241,7 @@ CRITERIA = {
 }  # fmt: skip
 
 
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize("eos", [None, 5, [9, 11, 20, 30]])
 @pytest.mark.parametrize("make", CRITERIA.values(), ids=CRITERIA)
 def test_criteria_of_a_whole_batch_are_asked_about_all_of_it_step_by_step(llama, ids, make, eos):

@@ -62,6 +62,7 @@ def decoded(target, given, arguments, **others):
     return target.generate(**given, **usual, **arguments, return_dict_in_generate=True, **others)
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("name", OPTIONS)
 def test_an_option_does_the_same_from_everywhere(pair, name):
     target, draft = pair
@@ -114,6 +115,7 @@ DEAD = [
 ]
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("door", ["assistant_model", "custom_generate", "generate_many"])
 @pytest.mark.parametrize(("facts", "is_told"), DEAD, ids=[str(facts) for facts, _ in DEAD])
 def test_dead_values_of_a_targets_files_neither_stop_nor_slow_a_call(pair, facts, is_told, door, recwarn):

@@ -202,6 +202,7 @@ HEADS = ("vanilla", "gated", "rnn", "selector", "domino")
 TREES = [*itertools.product(HEADS, ["plain"], [False]), *itertools.product(HEADS[:2], ["penalty", "ends"], [True])]
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize(("head", "options", "prompt_lookup"), TREES)
 def test_greedy_batches_with_trees_are_those_of_plain_decoding(make_target, head, options, prompt_lookup):
     target = make_target()

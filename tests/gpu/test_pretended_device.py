@@ -158,6 +158,7 @@ def test_launches_copies_and_waits_are_counted():
 # ---- decoding
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("how, rows", [(GREEDY, 3), (DRAWN, 1), (CUT, 3)], ids=["greedy", "drawn", "cut"])
 @pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
 def test_policies_decode_the_same_tokens(pairs, policy, how, rows):
@@ -166,6 +167,7 @@ def test_policies_decode_the_same_tokens(pairs, policy, how, rows):
         assert_same(decode(*pairs[DEVICE], DEVICE, rows, policy, **how), expected)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("policy", [FullBlock(), TREES], ids=["chains", "trees"])
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_options_of_a_call_do_the_same(pairs, options, policy):
@@ -175,6 +177,7 @@ def test_options_of_a_call_do_the_same(pairs, options, policy):
         assert_same(decode(*pairs[DEVICE], DEVICE, 2, policy, **options), expected)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     "facts",
     [

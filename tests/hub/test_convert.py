@@ -239,6 +239,7 @@ ROUND_TRIPS = [
 ]
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     ("format", "overrides"), ROUND_TRIPS, ids=[f"{format}-{overrides}" for format, overrides in ROUND_TRIPS]
 )

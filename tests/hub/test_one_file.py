@@ -34,7 +34,7 @@ from hf_dspark.scheduling.calibration import calibrated_confidence
 from hf_dspark.targets.feature_capture import FeatureCapture
 from hf_dspark.targets.support import TargetSupport
 from tests.distributions import ROUNDING, Paths, TargetDistribution, total_variation
-from tests.targets.test_model_types import PLAIN, PROMPTS, TYPES, make_pair
+from tests.targets.test_model_types import EACH_TYPE, PLAIN, PROMPTS, make_pair
 
 PROMPT = torch.tensor([[3, 9, 12, 30]])
 GREEDY = {"do_sample": False, "max_new_tokens": 40, "eos_token_id": None, "pad_token_id": 0}
@@ -174,10 +174,10 @@ def knowing_the_answer(monkeypatch, copy, answer):
     monkeypatch.setattr(copy, "draw_block", draw_block)
 
 
-@pytest.mark.parametrize("model_type", TYPES)
-def test_kinds_of_targets_are_decoded_as_without_a_draft(one_file, copied, monkeypatch, model_type):
+@EACH_TYPE
+def test_kinds_of_targets_are_decoded_as_without_a_draft(one_file, copied, monkeypatch, model_type, facts):
     """Sliding windows, latent attention, sinks, learnt positions, mixtures of experts: rolled back exactly."""
-    target, draft = make_pair(model_type, TYPES[model_type])
+    target, draft = make_pair(model_type, facts)
     copy, ids = copied(draft), torch.tensor([PROMPTS[0]])
     plain = target.generate(ids, **PLAIN)
     knowing_the_answer(monkeypatch, copy, plain[0])
@@ -212,7 +212,7 @@ def distance(one_file, copied, make_target, monkeypatch):
     """Return the distance between the file's distribution and the target's, for a draft far from the target."""
 
     def measure(vocab_size=2, new_tokens=4, spoil=None, processors=(), options=(), **facts):
-        target = make_target(vocab_size=vocab_size, pad_token_id=None)
+        target = make_target(vocab_size=vocab_size, num_hidden_layers=2, pad_token_id=None)
         facts = {"num_hidden_layers": 1, "block_size": 2, "markov_rank": 4, "mask_token_id": 0} | facts
         draft = DSparkDraftModel(DSparkConfig.from_target(target.config, **facts))
         with torch.no_grad():

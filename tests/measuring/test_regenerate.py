@@ -180,6 +180,7 @@ def test_wrong_options_are_raised_before_anything_is_written(run, options, words
     assert not run.path.exists()
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("kept", [0, 1, 5, 8])
 def test_an_interruption_changes_nothing(run, kept):
     whole = run(num_samples=2, seed=3)

@@ -263,6 +263,7 @@ def test_quantised_drafts_are_not_converted(tmp_path):
         load_draft(tmp_path / "stored", quantization_config=BitsAndBytesConfig(load_in_4bit=True))
 
 
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize("ours", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("theirs", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("autocast", [False, True])

@@ -316,6 +316,7 @@ ADAPTED = {
 }
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("adapt", ADAPTED.values(), ids=ADAPTED)
 def test_target_with_an_adapter_decodes_every_row_as_if_alone(make_target, adapt):
     base = make_target()
@@ -502,6 +503,7 @@ def image_prompt(target, num_rows=1, seed=1):
     return inputs | {"token_type_ids": types} if name == "gemma3" else inputs
 
 
+@pytest.mark.one_in(2)
 def test_texts_are_decoded_together_by_a_target_that_sees(seeing):
     target, draft = seeing
     assert_decoded_as_if_alone(target, draft)
@@ -518,6 +520,7 @@ def test_processors_may_say_that_texts_hold_no_images(seeing):
     assert target.generate(**batch, **types, assistant_model=draft, **PLAIN).tolist() == plain.tolist()
 
 
+@pytest.mark.one_in(2)
 def test_prompt_with_an_image_gives_the_same_tokens_alone_and_is_refused_in_batches(seeing, monkeypatch):
     target, draft = seeing
     plain = target.generate(**image_prompt(target), **PLAIN)
@@ -534,6 +537,7 @@ def test_prompt_with_an_image_gives_the_same_tokens_alone_and_is_refused_in_batc
         assert target.generate(**image_prompt(target, num_rows=2), **PLAIN).tolist() == plain.tolist()
 
 
+@pytest.mark.one_in(2)
 def test_conversation_about_an_image_is_refused_on_a_cache_and_decoded_whole(seeing):
     target, draft = seeing
     turn = image_prompt(target)

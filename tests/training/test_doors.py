@@ -29,6 +29,7 @@ def datasets():
     return pytest.importorskip("datasets").Dataset
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("packing", [False, True])
 @pytest.mark.parametrize("form", FORMS)
 def test_predict_measures_what_evaluate_does(make_trainer, rows, form, packing):

@@ -14,6 +14,7 @@ from tests.training.train_tiny import Stream
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:torch.utils.data")
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("kind", ["dspark", "gated", "fill-in", "pruned", "dflash", "eagle3", "mtp", "v4"])
 def test_every_kind_of_draft_learns(make_trainer, logged, target, kind):
     draft = tiny_draft(target.config, kind)
