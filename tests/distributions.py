@@ -1,6 +1,7 @@
 """Exact distributions of decoding rounds by enumeration, and the distances between distributions."""
 
 import itertools
+from collections import Counter
 
 import numpy as np
 import pytest
@@ -65,8 +66,9 @@ class EnumeratingSampler(ChainSampler):
         return super().finish(self.real.expected_logits(confidence_logits))
 
 
-def make_pair(make_target, gamma=2, seed=0, depth=4, **overrides):
-    target = make_target(vocab_size=VOCAB, num_hidden_layers=depth, seed=seed, pad_token_id=None)
+def make_pair(make_target, gamma=2, seed=0, depth=None, **overrides):
+    sizes = {"vocab_size": VOCAB} | ({} if depth is None else {"num_hidden_layers": depth})
+    target = make_target(seed=seed, pad_token_id=None, **sizes)
     torch.manual_seed(seed + 1)
     options = {"num_hidden_layers": 1, "block_size": gamma, "markov_rank": 4, "mask_token_id": 2} | overrides
     config = DSparkConfig.from_target(target.config, **options)
@@ -277,3 +279,16 @@ def chi_square_p_value(counts, distribution):
         observed, expected = [*observed, total - sum(observed)], [*expected, rest]
     rounded = total / sum(expected)  # the distribution of float32 logits may sum to a little more or less
     return scipy.stats.chisquare(observed, [rounded * count for count in expected]).pvalue
+
+
+def p_value_of_samples(target, draft, calls=5, rows=200, length=6):
+    """Return the p-value of the first tokens that calls with a draft draw."""
+    torch.manual_seed(7)
+    counts = Counter()
+    for _ in range(calls):
+        output = target.generate(
+            PROMPT, attention_mask=torch.ones_like(PROMPT), assistant_model=draft, do_sample=True, top_k=0,
+            max_new_tokens=length + 1, pad_token_id=0, eos_token_id=None, num_return_sequences=rows,
+        )  # fmt: skip
+        counts.update(tuple(row[PROMPT.shape[1] :][:length]) for row in output.tolist())
+    return chi_square_p_value(counts, distribution_of_call(target, length))

@@ -129,6 +129,7 @@ def test_tasks_are_made_of_code_questions_and_texts(tmp_path, monkeypatch):
         made("texts")
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     ("kind", "words"),
     [

@@ -1,15 +1,12 @@
 """The distribution of what recurrent and hybrid targets decode with drafts is their own, round after round."""
 
-from collections import Counter
-
 import pytest
-import torch
 from transformers import LogitsProcessorList, TopKLogitsWarper
 
 from hf_dspark import FullBlock
 from hf_dspark.targets.recurrent import Mixer
 from tests.decoding.test_lossless_batches import enumerate_rounds
-from tests.distributions import PROMPT, chi_square_p_value, distribution_of_call, make_pair
+from tests.distributions import PROMPT, make_pair, p_value_of_samples
 from tests.hybrids import HAVE_PROTOCOL, build
 
 pytestmark = pytest.mark.skipif(not HAVE_PROTOCOL, reason="needs a later transformers")
@@ -53,24 +50,12 @@ def test_enumeration_catches_the_state_of_a_rejected_token_left_in_place(pair, m
     assert distance(monkeypatch, *pair) > 1e-3
 
 
-def p_value_of_samples(target, draft, calls, rows=200, length=6):
-    torch.manual_seed(7)
-    counts = Counter()
-    for _ in range(calls):
-        output = target.generate(
-            PROMPT, attention_mask=torch.ones_like(PROMPT), assistant_model=draft, do_sample=True, top_k=0,
-            max_new_tokens=length + 1, pad_token_id=0, eos_token_id=None, num_return_sequences=rows,
-        )  # fmt: skip
-        counts.update(tuple(row[PROMPT.shape[1] :][:length]) for row in output.tolist())
-    return chi_square_p_value(counts, distribution_of_call(target, length))
-
-
 @pytest.mark.slow  # the enumeration above says the same, faster
 def test_samples_have_the_targets_distribution(pair):
-    assert p_value_of_samples(*pair, calls=5) > 1e-3
+    assert p_value_of_samples(*pair) > 1e-3
 
 
 @pytest.mark.slow  # the enumeration above says the same, faster
 def test_samples_catch_the_state_of_a_rejected_token_left_in_place(pair, monkeypatch):
     forget_rejections(monkeypatch)
-    assert p_value_of_samples(*pair, calls=5) < 1e-6
+    assert p_value_of_samples(*pair) < 1e-6

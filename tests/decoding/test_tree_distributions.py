@@ -2,7 +2,6 @@
 answers."""
 
 import itertools
-from collections import Counter
 
 import numpy as np
 import pytest
@@ -18,7 +17,7 @@ from hf_dspark.scheduling.prompt_lookup import MatchAcceptance
 from hf_dspark.scheduling.scheduler import Scheduler
 from hf_dspark.scheduling.tree_plans import TreePlan
 from tests.decoding.test_lossless_batches import SLOPE, enumerate_rounds
-from tests.distributions import HEADS, PROMPT, chi_square_p_value, distribution_of_call, make_pair
+from tests.distributions import HEADS, PROMPT, make_pair, p_value_of_samples
 from tests.rows import padded
 
 PROCESSORS = {"none": [], "top_k": [TopKLogitsWarper(2)]}
@@ -160,16 +159,9 @@ def test_enumeration_catches_siblings_tested_in_another_order(make_target, monke
     assert distance(monkeypatch, make_pair(make_target, seed=5), Scheduler(num_nodes=3), prompts=ONE_ROW)[0] > 0.005
 
 
-def p_value(target, draft, policy, prompt_lookup, calls=6, rows=100, length=5):
-    draft.decoding, counts = DecodingOptions(policy=policy, prompt_lookup=prompt_lookup), Counter()
-    torch.manual_seed(7)
-    for _ in range(calls):
-        output = target.generate(
-            PROMPT, attention_mask=torch.ones_like(PROMPT), assistant_model=draft, do_sample=True, top_k=0,
-            max_new_tokens=length + 1, pad_token_id=0, eos_token_id=None, num_return_sequences=rows,
-        )  # fmt: skip
-        counts.update(tuple(row[PROMPT.shape[1] :][:length]) for row in output.tolist())
-    return chi_square_p_value(counts, distribution_of_call(target, length))
+def p_value(target, draft, policy, prompt_lookup):
+    draft.decoding = DecodingOptions(policy=policy, prompt_lookup=prompt_lookup)
+    return p_value_of_samples(target, draft, calls=6, rows=100, length=5)
 
 
 @pytest.mark.parametrize("prompt_lookup", [False, True], ids=["", "prompt_lookup"])
