@@ -145,12 +145,13 @@ class Drafter:
         if answer:
             num_tokens = max(self.policy.limit_lengths(max_lengths, load).tolist())
         siblings, plan, matches = self.policy.expected_siblings(self._siblings), None, []
-        if num_tokens and self._grows_trees:
+        if self._grows_trees:
             matches = [self._match(request) for request in requests]
-            plan = self.policy.plan_tree(siblings, load, [match.chances for match in matches])
+            if num_tokens or any(match.token_ids for match in matches):
+                plan = self.policy.plan_tree(siblings, load, [match.chances for match in matches])
         if plan is not None:
-            drafts = self._draft_trees(requests, noise, plan, siblings, most, matches, is_tail)
-            drafted = plan.drafts
+            drafted = plan.drafts and num_tokens > 0
+            drafts = self._draft_trees(requests, noise, plan, siblings, most, matches, is_tail, drafted)
         elif num_tokens and self.draft.drafts_blocks:
             drafts, drafted = self._draft_chains(requests, noise, num_tokens, max_lengths, load, is_tail), True
         else:
@@ -209,6 +210,7 @@ class Drafter:
         max_depths: Sequence[int],
         matches: Sequence[LookupMatch],
         is_tail: bool,
+        drafted: bool,
     ) -> Drafts:
         rooms = [self._room(request) for request in requests]
         common = requests, plan, siblings, self._processor, max_depths, rooms, self._ends, matches
@@ -216,7 +218,7 @@ class Drafter:
             sampler = BestTrees(*common)
         else:
             sampler = DrawnTrees(*common, noise.draft_uniforms.tolist(), self._confidence_fits)
-        if plan.drafts:
+        if drafted:
             drafts = (self._draw_tails if is_tail else self._read)(requests, sampler, max(max_depths))
         else:
             self._read_late(requests)
@@ -267,7 +269,7 @@ class Drafter:
             return LookupMatch(forced, [1.0] * len(forced))
         if not self._options.prompt_lookup:
             return LookupMatch()
-        matcher = self._matchers.setdefault(request.id, NgramMatcher(self._answers))
+        matcher = self._matchers.setdefault(request.id, NgramMatcher(self._answers, self.policy.matches))
         return matcher.find(request.token_ids, most)
 
     def _read(

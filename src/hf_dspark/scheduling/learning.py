@@ -15,6 +15,7 @@ import torch
 from ..sampling.drafts import DraftTrees
 from .calibration import RAW, SiblingTest, fit_siblings, recorded_tests
 from .costs import Load, ThroughputTable
+from .prompt_lookup import MatchAcceptance
 from .rounds import RoundOutcome
 from .tree_plans import LEAST_PROBABILITY, SiblingAcceptance
 
@@ -24,6 +25,7 @@ LEAST_WEIGHT = 0.05  # of one more round
 REQUESTS = (1, 2, 4, 8, 16, 32, 64, 128)
 FIRST_PLAIN, RARELY = 4, 256  # rounds until the first one without drafts, and between later ones at most
 REPROBE_AFTER, LONGEST_WAIT = 16, 64  # rounds that taught nothing
+LEAST_LOOKUP = 1.1  # gain by prompt lookup, for which calls run in our loop
 KEPT_AFTER = 64  # rounds; again when there are twice as many
 FORGETTING = 0.995  # of what confidences said, with each round
 PRIOR_PRECISION = (8.0, 0.5)  # of slope 1 and offset 0, in rounds that say as much
@@ -89,12 +91,13 @@ class ReprobeCounter:
     first: int = REPROBE_AFTER  # rounds
     most: int = REPROBE_AFTER
     is_looking: bool = False  # whether the present round does it for that reason
+    gain: float = 1.0  # that prompt lookup brought rounds that did not do it, over plain steps
 
     def __post_init__(self) -> None:
         self.reset()
 
     def reset(self) -> None:
-        self.rounds, self._wait, self._calls = 0, self.first, 0
+        self.rounds, self._wait, self._calls, self.is_looking = 0, self.first, 0, False
 
     def look_again(self) -> bool:
         """Count a round, and tell whether it is time."""
@@ -105,8 +108,9 @@ class ReprobeCounter:
         return self.is_looking
 
     def rests(self) -> bool:
-        """Tell whether a whole call shall do without drafts, as looking again was in vain: 15 of 16 do."""
-        self._calls += self._wait == self.most
+        """Tell whether a whole call shall do without drafts, as looking again was in vain: 15 of 16 do, unless prompt
+        lookup pays."""
+        self._calls += self._wait == self.most and self.gain < LEAST_LOOKUP
         return self._calls % REPROBE_AFTER > 0
 
 
@@ -258,6 +262,7 @@ class Experience:
     costs: LearnedCosts
     acceptance: LearnedAcceptance = field(default_factory=LearnedAcceptance)
     tails: LearnedAcceptance = field(default_factory=LearnedAcceptance)
+    matches: Sequence[MatchAcceptance] = field(default_factory=lambda: (MatchAcceptance(), MatchAcceptance()))
     skipped: ReprobeCounter = field(default_factory=lambda: ReprobeCounter(most=LONGEST_WAIT))
 
     @property

@@ -18,6 +18,7 @@ import torch
 from ..files import plain_json, shortened
 from .costs import Load, ThroughputTable
 from .learning import Experience
+from .prompt_lookup import MatchAcceptance
 from .ranking import survival
 from .rounds import RoundOutcome
 from .tree_plans import SiblingAcceptance, TreePlan
@@ -34,6 +35,8 @@ class Policy:
             experiment.
         draws_tails (`bool`): Whether `plan_draft` may answer `"tail"`: what that takes is kept then.
         most_nodes (`int`): Nodes of a request's tree at most; 0 if it never plans trees.
+        matches (`Sequence[MatchAcceptance | None]`): How often prompt lookup was right in all requests, within
+            themselves and in earlier answers; `None` where each request begins anew.
 
     Example:
 
@@ -50,6 +53,7 @@ class Policy:
     accept_bias: bool = False
     draws_tails: bool = False
     most_nodes: int = 0
+    matches: Sequence[MatchAcceptance | None] = (None, None)
 
     def is_causal(self, confidence_reads_tokens: bool) -> bool:
         """Tell whether sampled drafts keep the target's distribution.
@@ -98,7 +102,8 @@ class Policy:
     def plan_tree(
         self, siblings: SiblingAcceptance, load: Load, matches: Sequence[Sequence[float]] = ()
     ) -> TreePlan | None:
-        """Return how the round's trees are shaped; `None` if chains are drafted, of which `plan_verify` decides.
+        """Return how the round's trees are shaped; `None` if chains are drafted, of which `plan_verify` decides. In
+        rounds without the draft, what prompt lookup has found makes the trees.
 
         Args:
             siblings ([`SiblingAcceptance`]): What to expect of nodes.

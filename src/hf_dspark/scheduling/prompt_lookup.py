@@ -14,7 +14,8 @@ LONGEST = 24  # up to which a match is measured
 # From how many matching tokens on, and how often the next token is then right, before anything was measured.
 USUAL = ((1, 0.08), (2, 0.15), (3, 0.25), (4, 0.4), (6, 0.6), (9, 0.8), (17, 0.9))
 SHORTEST = [least for least, _ in USUAL]  # match of each kind
-PRIOR_TESTS = 4  # that these count for
+PRIOR_TESTS = 4  # that these, or those of other requests, count for
+FORGETTING = 0.98  # of the tests of all requests, with each one of a kind
 WHOLE = 2**31  # as many tokens as there are
 ODD = 0x9E3779B97F4A7C15  # base of polynomials modulo 2^64, whose values are hashes
 # Tokens before a place by which an answer is found again, and the base to that power.
@@ -31,10 +32,13 @@ class LookupMatch:
 
 class MatchAcceptance:
     """How often tokens after a match are right, by its length. Every round tells, also one that proposes none:
-    committed tokens are compared with what would have been proposed."""
+    committed tokens are compared with what would have been proposed. What is known of all requests is where a new one
+    begins, and each adds to it."""
 
-    def __init__(self) -> None:
-        self._kinds = [[PRIOR_TESTS * rate, float(PRIOR_TESTS)] for _, rate in USUAL]  # right ones, and all
+    def __init__(self, of_all: "MatchAcceptance | None" = None) -> None:
+        rates = [rate for _, rate in USUAL] if of_all is None else [hits / tests for hits, tests in of_all._kinds]
+        self._kinds = [[PRIOR_TESTS * rate, float(PRIOR_TESTS)] for rate in rates]  # right ones, and all
+        self._of_all = of_all
 
     def of(self, length: int) -> float:
         hits, tests = self._kinds[bisect.bisect_right(SHORTEST, length) - 1]
@@ -42,7 +46,10 @@ class MatchAcceptance:
 
     def add(self, length: int, was_right: bool) -> None:
         kind = self._kinds[bisect.bisect_right(SHORTEST, length) - 1]
-        kind[:] = kind[0] + was_right, kind[1] + 1
+        kept = 1.0 if self._of_all else FORGETTING
+        kind[:] = kept * kind[0] + was_right, kept * kind[1] + 1
+        if self._of_all is not None:
+            self._of_all.add(length, was_right)
 
 
 class AnswerMemory:
@@ -117,9 +124,11 @@ class NgramMatcher:
     """Finds the latest match of the end of one request's tokens, the prompt and earlier turns included, and one in
     earlier answers."""
 
-    def __init__(self, answers: AnswerMemory | None = None) -> None:
-        # Of this request alone: its draws must not depend on its neighbours.
-        self._acceptance, self._of_answers = MatchAcceptance(), MatchAcceptance()
+    def __init__(
+        self, answers: AnswerMemory | None = None, known: Sequence[MatchAcceptance | None] = (None, None)
+    ) -> None:
+        # Of this request alone, unless the policy has learnt of others: of matches in itself, and in answers.
+        self._acceptance, self._of_answers = map(MatchAcceptance, known)
         self._answers = answers
         self._token_ids: list[int] = []
         self._hashes = [0]  # of the first 0, 1, ... tokens

@@ -32,6 +32,8 @@ RECENT_ROUNDS = 10  # older rounds fade
 SAME_CONTEXT = 256  # cached tokens: so many more do not change the choice
 TAIL_SHARE = 0.25  # of drafting: what the heads alone take
 TAIL_ACCEPTANCE = 0.55  # expected of each slot of an unknown tail
+MOST_FORECASTS = 4  # that are kept
+LOOKUP_WEIGHT = 0.03  # of one more round without the draft
 LEAST_GAIN = 1.03  # of trees over chains, as predicted: measured step times are no better than that
 
 
@@ -114,13 +116,15 @@ class Scheduler(Policy):
         self._acceptance = LearnedAcceptance() if known is None else known.acceptance
         self._skipped = ReprobeCounter() if known is None else known.skipped
         self._tails = LearnedAcceptance() if known is None else known.tails
+        self.matches = Policy.matches if known is None else known.matches
+        self._drafts = True  # the last answer of `plan_draft`
         self._is_tail, self._untried = False, ReprobeCounter(most=LONGEST_WAIT)  # rounds that could have been tails
         self._cut, self._load = ReprobeCounter(), Load(())  # the load of the latest round
         self._served: Sequence[int] = ()  # by the round before
         self._rankings: deque[Ranking] = deque(maxlen=self.lag)  # of the last rounds
         self._block_tokens = math.inf  # that uncut rounds lately brought a request
         # What to expect by the load, without prompt lookup: it is the same in most rounds.
-        self._usual: tuple[tuple, float, TreeForecast, TreeForecast] | None = None
+        self._usual: deque[tuple[tuple, tuple[float, TreeForecast, TreeForecast]]] = deque(maxlen=MOST_FORECASTS)
 
     @property
     def requires_confidence(self) -> bool:
@@ -137,6 +141,10 @@ class Scheduler(Policy):
     # ---- whether to draft
 
     def plan_draft(self, load: Load) -> bool | Literal["tail"]:
+        self._drafts = self._plan_draft(load)
+        return self._drafts
+
+    def _plan_draft(self, load: Load) -> bool | Literal["tail"]:
         self._load, self._is_tail = load, False
         for memory in (self._forecasts, self._latest):
             for request in memory.keys() - set(load.request_ids):
@@ -276,14 +284,12 @@ class Scheduler(Policy):
         if self.cost is None:
             return BudgetPlan(self.num_nodes, siblings)
         is_new = self._experience is not None and self.trees is None and not siblings.is_measured
-        if is_new and self._acceptance.wants_trees:
+        if is_new and self._drafts and self._acceptance.wants_trees:
             self._gain = 1.0
             return BudgetPlan(self.num_nodes, siblings)
-        every, plan = self.num_nodes * load.num_requests, None
+        every = self.num_nodes * load.num_requests
         in_all = self._capacity(every, load)
-        if self.trees or siblings.is_measured:
-            plan = self._priced_plan(siblings, load, matches, in_all)
-        self._gain = 1.0 if plan is None else plan.gain
+        plan = self._priced_plan(siblings, load, matches, in_all)
         if plan is not None and in_all == every:
             self._cut.reset()
         return plan
@@ -291,17 +297,26 @@ class Scheduler(Policy):
     def _priced_plan(
         self, siblings: SiblingAcceptance, load: Load, matches: Sequence[Sequence[float]], in_all: int
     ) -> TreePlan | None:
-        key = siblings, self._cost_of(load), load.num_requests, load.other_tokens, load.context_tokens // SAME_CONTEXT
-        if self._usual is None or self._usual[0] != key:
-            self._usual = key, *self._forecasts_without_matches(siblings, load)
-        _, chain_rate, best, alone = self._usual
+        grows = bool(self._drafts and (self.trees or siblings.is_measured))
+        if not (grows or any(map(len, matches))):
+            self._gain = 1.0 if self._drafts else self._gain
+            return None
+        others, trees, alone = self._forecasts_without_matches(siblings, load, 1.0)
+        if grows:
+            self._gain = max(1.0, trees.rate / others)
+        if any(map(len, matches)):
+            others, trees, alone = self._forecasts_without_matches(siblings, load, self._ease(siblings, load))
+        best = trees if grows else alone
+        if not self._drafts:
+            others = alone.rate
         # A match that is not better than the last place brings nothing.
         matches = [chances if len(chances) and chances[0] > best.last else () for chances in matches]
         if any(map(len, matches)):
             # The draft may propose the same: a match never makes the trees that are usual worse.
-            joined = (replace(each, survivals=_with_matches(each.survivals, matches)) for each in (best, alone))
+            ways = [best] if self._skipped.is_looking and self._drafts else [best, alone]
+            joined = (replace(each, survivals=_with_matches(each.survivals, matches)) for each in ways)
             best = max([best, *joined], key=lambda forecast: forecast.rate)
-        gain = best.rate / chain_rate
+        gain = best.rate / others
         if gain <= LEAST_GAIN:
             return None
         if siblings.is_drawn:
@@ -311,15 +326,32 @@ class Scheduler(Policy):
         cut = best.price * BELOW_EXPECTATION
         return TreePlan(cut, self.num_nodes, in_all, load.base_tokens, of_all, best.drafts, gain)
 
+    def _ease(self, siblings: SiblingAcceptance, load: Load) -> float:
+        """Return how many draft tokens blocks of these requests bring, over those of the mean block."""
+        usual, known = float(siblings.of_chain().sum()), (self._expected(load).values(), self._latest.values())
+        blocks = [sum(map(sum, rows)) / len(rows) for rows in known if rows]
+        return 2.0 ** (round(4 * math.log2(max(blocks) / usual)) / 4) if blocks and usual else 1.0
+
     def _forecasts_without_matches(
-        self, siblings: SiblingAcceptance, load: Load
+        self, siblings: SiblingAcceptance, load: Load, ease: float
     ) -> tuple[float, "TreeForecast", "TreeForecast"]:
         """Return tokens per second of the best chains, and the forecasts of trees and of rounds without the draft."""
-        cost, of_chain = self._cost_of(load), siblings.of_chain()
+        sizes = load.num_requests, load.other_tokens, load.context_tokens // SAME_CONTEXT
+        key = siblings, self._cost_of(load), ease, *sizes
+        found = next((forecasts for known, forecasts in self._usual if known == key), None)
+        if found is None:
+            found = self._forecast(siblings, load, ease)
+            self._usual.append((key, found))
+        return found
+
+    def _forecast(
+        self, siblings: SiblingAcceptance, load: Load, ease: float
+    ) -> tuple[float, "TreeForecast", "TreeForecast"]:
+        cost, of_chain = self._cost_of(load), np.minimum(siblings.of_chain() * ease, 1.0)
         grown = cost.tree_seconds(load, self.num_nodes, siblings.is_drawn)
         chain_rates = _kept(load, of_chain) / self._seconds_by_size(load, len(of_chain))
         looked_up = self._seconds_by_size(load, self.num_nodes) - cost.drafting
-        trees = TreeForecast(siblings.best_nodes(self.num_nodes), grown, load)
+        trees = TreeForecast(np.minimum(siblings.best_nodes(self.num_nodes) * ease, 1.0), grown, load)
         return float(chain_rates.max()), trees, TreeForecast(np.zeros(self.num_nodes), looked_up, load, drafts=False)
 
     # ---- what rounds teach
@@ -333,6 +365,8 @@ class Scheduler(Policy):
         is_usual = outcome.request_ids == self._load.request_ids and set(outcome.request_ids) <= set(self._served)
         if self._experience is not None and is_usual:
             self._experience.costs.observe(self._load, outcome)
+        if not outcome.drafted and self.cost is not None:
+            self._skipped.gain += LOOKUP_WEIGHT * (self._gain_of_lookup(outcome) - self._skipped.gain)
         self._served, confidence = outcome.request_ids, outcome.confidence
         if outcome.is_tail:
             self._tails.observe(outcome)
@@ -357,6 +391,12 @@ class Scheduler(Policy):
             self._latest[request] = latest = _extended(row, self._block_size)
             self._forecasts[request] = self._forecasts.get(request, self._unknown).after(latest)
             self._acceptance.expect(row)
+
+
+    def _gain_of_lookup(self, outcome: RoundOutcome) -> float:
+        cost, count = self._cost_of(self._load), int(outcome.lengths.sum())
+        seconds = float(cost.round_seconds(self._load, count)[-1]) - cost.drafting
+        return float((outcome.num_accepted + 1).double().mean()) * cost.plain_seconds(self._load) / seconds
 
 
 @dataclass(frozen=True)
