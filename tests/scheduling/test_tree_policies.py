@@ -131,6 +131,8 @@ def test_drafting_goes_on_where_trees_pay_and_chains_do_not():
         policy.observe(RoundOutcome((0,), torch.tensor([[0.25, 0.3, 0.3]]), torch.tensor([3]), accepted, 0.01))
     assert not policy.plan_draft(Load())
     siblings = SiblingAcceptance(True, DRAWN.fits, ((0.25, 0.15, 0.1),) * 3)
+    assert policy.plan_tree(siblings, Load()) is None
+    assert any(policy.plan_draft(Load()) for _ in range(17))  # it looks again
     assert policy.plan_tree(siblings, Load()).gain > 1.15
     assert policy.plan_draft(Load())
 

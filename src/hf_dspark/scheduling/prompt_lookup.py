@@ -15,7 +15,7 @@ LONGEST = 24  # up to which a match is measured
 USUAL = ((1, 0.08), (2, 0.15), (3, 0.25), (4, 0.4), (6, 0.6), (9, 0.8), (17, 0.9))
 SHORTEST = [least for least, _ in USUAL]  # match of each kind
 PRIOR_TESTS = 4  # that these, or those of other requests, count for
-FORGETTING = 0.98  # of the tests of all requests, with each one of a kind
+FORGETTING = 0.99  # of the tests of all requests, with each one of a kind
 WHOLE = 2**31  # as many tokens as there are
 ODD = 0x9E3779B97F4A7C15  # base of polynomials modulo 2^64, whose values are hashes
 # Tokens before a place by which an answer is found again, and the base to that power.

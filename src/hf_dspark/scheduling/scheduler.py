@@ -217,7 +217,7 @@ class Scheduler(Policy):
             warnings.warn(
                 f"the limit of {self.tpot_seconds:g} s per token cannot be met: a step without drafting takes longer. "
                 "Decoding without drafting.",
-                stacklevel=3,
+                stacklevel=4,
             )
         return False
 
