@@ -168,10 +168,9 @@ class ThroughputTable:
         return float(self.round_seconds(load, 0)[0]) - self.drafting
 
     def tree_seconds(self, load: Load, num_nodes: int, is_drawn: bool) -> np.ndarray:
-        """Return the seconds of a round that grows and verifies trees of 0..`num_nodes` nodes for each request,
+        """Return the seconds of a round that grows and verifies trees of 0..`num_nodes` nodes in all,
         `[num_nodes + 1]`. `is_drawn` tells whether nodes are drawn, or the draft's best tokens."""
-        chains = self.round_seconds(load, num_nodes * load.num_requests)[:: load.num_requests]
-        return chains + (self.growth[is_drawn] - 1) * self.drafting
+        return self.round_seconds(load, num_nodes) + (self.growth[is_drawn] - 1) * self.drafting
 
     def padded(self) -> "ThroughputTable":
         """Return the table of passes that are padded to 2, 4, 8, ... tokens: each costs what its padded size costs."""

@@ -192,7 +192,7 @@ class LearnedAcceptance:
 
     def observe(self, outcome: RoundOutcome) -> None:
         """Learn from a round."""
-        if isinstance(outcome.drafts, DraftTrees):
+        if outcome.drafted and isinstance(outcome.drafts, DraftTrees):
             self._observe_trees(outcome)
         elif outcome.confidence is not None:
             self.rounds += 1

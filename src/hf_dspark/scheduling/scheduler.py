@@ -124,7 +124,7 @@ class Scheduler(Policy):
         self._rankings: deque[Ranking] = deque(maxlen=self.lag)  # of the last rounds
         self._block_tokens = math.inf  # that uncut rounds lately brought a request
         # What to expect by the load, without prompt lookup: it is the same in most rounds.
-        self._usual: deque[tuple[tuple, tuple[float, TreeForecast, TreeForecast]]] = deque(maxlen=MOST_FORECASTS)
+        self._usual: deque[tuple[tuple, list[RoundForecast]]] = deque(maxlen=MOST_FORECASTS)
 
     @property
     def requires_confidence(self) -> bool:
@@ -200,12 +200,12 @@ class Scheduler(Policy):
             return 0.0
         # New requests are expected to be like the others. All verify the same length, as in AdaSpec: a lower bound of
         # what is got out of the same tokens.
-        means = [sum(column) / len(known) for column in zip(*known.values(), strict=True)]
-        return self._gain * float((_kept(load, np.array(means)) / self._seconds_by_size(load, len(means))).max())
+        means = np.mean(list(known.values()), axis=0)
+        return self._gain * self._of_chains(means, load).rate
 
-    def _seconds_by_size(self, load: Load, most: int) -> np.ndarray:
-        """Return the seconds of rounds that verify 0..most tokens of each request."""
-        return self._cost_of(load).round_seconds(load, most * load.num_requests)[:: load.num_requests]
+    def _of_chains(self, survivals: np.ndarray, load: Load) -> "RoundForecast":
+        every = len(survivals) * load.num_requests
+        return RoundForecast(survivals, self._cost_of(load).round_seconds(load, every), load)
 
     def _meets_limit(self, load: Load) -> bool:
         looks_again = self._cut.look_again()
@@ -301,30 +301,25 @@ class Scheduler(Policy):
         if not (grows or any(map(len, matches))):
             self._gain = 1.0 if self._drafts else self._gain
             return None
-        others, trees, alone = self._forecasts_without_matches(siblings, load, 1.0)
+        chains, trees, alone = self._forecasts(siblings, load)
         if grows:
-            self._gain = max(1.0, trees.rate / others)
+            self._gain = max(1.0, trees.rate / chains.rate)
         if any(map(len, matches)):
-            others, trees, alone = self._forecasts_without_matches(siblings, load, self._ease(siblings, load))
-        best = trees if grows else alone
-        if not self._drafts:
-            others = alone.rate
+            chains, trees, alone = self._forecasts(siblings, load, self._ease(siblings, load))
+        best, other = trees if grows else alone, chains if self._drafts else alone
         # A match that is not better than the last place brings nothing.
         matches = [chances if len(chances) and chances[0] > best.last else () for chances in matches]
         if any(map(len, matches)):
             # The draft may propose the same: a match never makes the trees that are usual worse.
             ways = [best] if self._skipped.is_looking and self._drafts else [best, alone]
-            joined = (replace(each, survivals=_with_matches(each.survivals, matches)) for each in ways)
-            best = max([best, *joined], key=lambda forecast: forecast.rate)
-        gain = best.rate / others
+            best = max([best, *(replace(each, matches=matches) for each in ways)], key=lambda forecast: forecast.rate)
+        gain = best.rate / other.rate
         if gain <= LEAST_GAIN:
             return None
         if siblings.is_drawn:
             return TreePlan(best.price, self.num_nodes, in_all, drafts=best.drafts, gain=gain)
-        spread = np.arange(in_all + 1) / load.num_requests
-        of_all = np.interp(spread, np.arange(self.num_nodes + 1), best.seconds)
         cut = best.price * BELOW_EXPECTATION
-        return TreePlan(cut, self.num_nodes, in_all, load.base_tokens, of_all, best.drafts, gain)
+        return TreePlan(cut, self.num_nodes, in_all, load.base_tokens, best.seconds, best.drafts, gain)
 
     def _ease(self, siblings: SiblingAcceptance, load: Load) -> float:
         """Return how many draft tokens blocks of these requests bring, over those of the mean block."""
@@ -332,27 +327,21 @@ class Scheduler(Policy):
         blocks = [sum(map(sum, rows)) / len(rows) for rows in known if rows]
         return 2.0 ** (round(4 * math.log2(max(blocks) / usual)) / 4) if blocks and usual else 1.0
 
-    def _forecasts_without_matches(
-        self, siblings: SiblingAcceptance, load: Load, ease: float
-    ) -> tuple[float, "TreeForecast", "TreeForecast"]:
-        """Return tokens per second of the best chains, and the forecasts of trees and of rounds without the draft."""
-        sizes = load.num_requests, load.other_tokens, load.context_tokens // SAME_CONTEXT
-        key = siblings, self._cost_of(load), ease, *sizes
-        found = next((forecasts for known, forecasts in self._usual if known == key), None)
-        if found is None:
-            found = self._forecast(siblings, load, ease)
-            self._usual.append((key, found))
+    def _forecasts(self, siblings: SiblingAcceptance, load: Load, ease: float = 1.0) -> "list[RoundForecast]":
+        """Return what chains, trees and rounds without the draft are expected to bring, without prompt lookup."""
+        cost, every = self._cost_of(load), self.num_nodes * load.num_requests
+        key = siblings, cost, ease, load.num_requests, load.other_tokens, load.context_tokens // SAME_CONTEXT
+        for known, found in self._usual:
+            if known == key:
+                return found
+        of_chain, of_tree = (
+            np.minimum(ease * each, 1.0) for each in (siblings.of_chain(), siblings.best_nodes(self.num_nodes))
+        )
+        trees = RoundForecast(of_tree, cost.tree_seconds(load, every, siblings.is_drawn), load)
+        looked_up = cost.round_seconds(load, every) - cost.drafting
+        alone = RoundForecast(np.zeros(self.num_nodes), looked_up, load, drafts=False)
+        self._usual.append((key, found := [self._of_chains(of_chain, load), trees, alone]))
         return found
-
-    def _forecast(
-        self, siblings: SiblingAcceptance, load: Load, ease: float
-    ) -> tuple[float, "TreeForecast", "TreeForecast"]:
-        cost, of_chain = self._cost_of(load), np.minimum(siblings.of_chain() * ease, 1.0)
-        grown = cost.tree_seconds(load, self.num_nodes, siblings.is_drawn)
-        chain_rates = _kept(load, of_chain) / self._seconds_by_size(load, len(of_chain))
-        looked_up = self._seconds_by_size(load, self.num_nodes) - cost.drafting
-        trees = TreeForecast(np.minimum(siblings.best_nodes(self.num_nodes) * ease, 1.0), grown, load)
-        return float(chain_rates.max()), trees, TreeForecast(np.zeros(self.num_nodes), looked_up, load, drafts=False)
 
     # ---- what rounds teach
 
@@ -366,7 +355,10 @@ class Scheduler(Policy):
         if self._experience is not None and is_usual:
             self._experience.costs.observe(self._load, outcome)
         if not outcome.drafted and self.cost is not None:
-            self._skipped.gain += LOOKUP_WEIGHT * (self._gain_of_lookup(outcome) - self._skipped.gain)
+            cost, tokens = self._cost_of(self._load), 1 + float(outcome.num_accepted.double().mean())
+            taken = float(cost.round_seconds(self._load, int(outcome.lengths.sum()))[-1]) - cost.drafting
+            gain = tokens * cost.plain_seconds(self._load) / taken
+            self._skipped.gain += LOOKUP_WEIGHT * (gain - self._skipped.gain)
         self._served, confidence = outcome.request_ids, outcome.confidence
         if outcome.is_tail:
             self._tails.observe(outcome)
@@ -393,12 +385,6 @@ class Scheduler(Policy):
             self._acceptance.expect(row)
 
 
-    def _gain_of_lookup(self, outcome: RoundOutcome) -> float:
-        cost, count = self._cost_of(self._load), int(outcome.lengths.sum())
-        seconds = float(cost.round_seconds(self._load, count)[-1]) - cost.drafting
-        return float((outcome.num_accepted + 1).double().mean()) * cost.plain_seconds(self._load) / seconds
-
-
 @dataclass(frozen=True)
 class BlockForecast:
     """Expected survival of the blocks of one request, by its rounds so far."""
@@ -416,17 +402,27 @@ class BlockForecast:
 
 
 @dataclass(frozen=True)
-class TreeForecast:
-    """Expected tokens and seconds of trees of every size."""
+class RoundForecast:
+    """Expected tokens and seconds of rounds with any number of nodes."""
 
-    survivals: np.ndarray  # of the nodes of each request, the best first
-    seconds: np.ndarray  # with 0, 1, ... nodes of each request
+    of_each: np.ndarray  # expected survivals of what the draft proposes for a request, the best first
+    seconds: np.ndarray  # with 0, 1, ... nodes of all requests
     load: Load
     drafts: bool = True
+    matches: Sequence[Sequence[float]] = ()  # of each request, by prompt lookup
+
+    @functools.cached_property
+    def survivals(self) -> np.ndarray:
+        """Of the nodes of all requests, the best first."""
+        nodes = [self.of_each] * (self.load.num_requests - len(self.matches))
+        for chances in self.matches:
+            nodes += [self.of_each * (1.0 - chances[0]), np.cumprod(chances)] if len(chances) else [self.of_each]
+        return -np.sort(-np.concatenate(nodes))[: len(self.seconds) - 1]
 
     @functools.cached_property
     def _rates(self) -> np.ndarray:
-        return _kept(self.load, self.survivals) / self.seconds[: 1 + len(self.survivals)]
+        tokens = self.load.base_tokens + np.concatenate([[0.0], self.survivals.cumsum()])
+        return tokens / self.seconds[: len(tokens)]
 
     @property
     def rate(self) -> float:
@@ -449,16 +445,3 @@ def _extended(survivals: Sequence[float], block_size: int) -> Sequence[float]:
     """Return survivals `[n]` as `[block_size]`: in later slots as expected of an unknown request."""
     last, later = survivals[-1] if survivals else 1.0, range(1, block_size - len(survivals) + 1)
     return [*survivals, *(last * PRIOR_ACCEPTANCE**slot for slot in later)]
-
-
-def _with_matches(expected: np.ndarray, matches: Sequence[Sequence[float]]) -> np.ndarray:
-    """Return survivals of the best nodes if those of prompt lookup join them, the mean of all requests."""
-    longest = max(map(len, matches))
-    chances = np.array([[*row, *[0.0] * (longest - len(row))] for row in matches])
-    together = np.concatenate([expected * (1.0 - chances[:, :1]), chances.cumprod(axis=1)], axis=1)
-    return -np.sort(-together, axis=1)[:, : len(expected)].mean(axis=0)
-
-
-def _kept(load: Load, survivals: np.ndarray) -> np.ndarray:
-    """Return the expected tokens of a round in which every request verifies the first 0, 1, ... nodes."""
-    return load.base_tokens + load.num_requests * np.concatenate([[0.0], survivals.cumsum()])
