@@ -1,9 +1,13 @@
 """Prompt lookup: the longest match is continued, and what was right before is expected to be right again."""
 
+import copy
 import weakref
+from collections import Counter
+from dataclasses import replace
 
 import pytest
 import torch
+from transformers import LogitsProcessorList, TopKLogitsWarper
 
 from hf_dspark import (
     DecodingOptions,
@@ -14,7 +18,16 @@ from hf_dspark import (
     ThroughputTable,
     generate_many,
 )
-from hf_dspark.scheduling.prompt_lookup import USUAL, NgramMatcher
+from hf_dspark.decoding.drafter import Drafter
+from hf_dspark.sampling.drafts import DraftTrees
+from hf_dspark.scheduling import prompt_lookup
+from hf_dspark.scheduling.costs import Load
+from hf_dspark.scheduling.learning import LEAST_LOOKUP, Experience, LearnedCosts
+from hf_dspark.scheduling.prompt_lookup import USUAL, MatchAcceptance, NgramMatcher
+from hf_dspark.scheduling.rounds import RoundOutcome
+from hf_dspark.scheduling.tree_plans import SiblingAcceptance
+from tests.decoding.test_lossless_batches import enumerate_rounds
+from tests.distributions import make_pair
 
 RATES = dict(USUAL)
 
@@ -40,6 +53,44 @@ def test_rates_follow_what_was_right_whether_it_was_sent_or_not():
     finder.find(torch.tensor([*tokens, 4, 9]), 5)  # 4 is right, 5 would have been wrong
     assert rates.of(3) > before[0] and rates.of(4) < before[1]
     assert rates.of(2) == RATES[2]
+
+
+def test_requests_begin_with_what_others_have_shown_and_go_on_by_themselves():
+    of_all = MatchAcceptance()
+    before, neighbour = of_all.of(5), MatchAcceptance(of_all)
+    for _ in range(20):
+        neighbour.add(5, True)
+    assert before < of_all.of(5) and MatchAcceptance(of_all).of(5) == pytest.approx(of_all.of(5))
+    own = MatchAcceptance(of_all)
+    for _ in range(8):
+        own.add(5, False)
+    assert own.of(5) < 0.4 < of_all.of(5) < neighbour.of(5)
+
+
+DEAR = ThroughputTable((1, 8, 64), (99, 95, 90), drafting=5e-3)
+
+
+def observed(policy, load, length=0, accepted=0):
+    past = (0,), None, torch.tensor([length]), torch.tensor([accepted])
+    policy.observe(RoundOutcome(*past, 0.01, False, drafts=DraftTrees([])))
+
+
+def test_rounds_that_do_not_draft_look_up_and_keep_calls_from_plain_decoding():
+    experience, load = Experience(LearnedCosts(DEAR, 7)), Load()
+    policy = Scheduler(experience)
+    siblings = SiblingAcceptance(False, ((1.0, 0.0),), ((0.6, 0.1),) * 7)
+    policy._drafts = False
+    assert policy.plan_tree(siblings, load) is None and policy.plan_tree(siblings, load, [[0.02] * 9]) is None
+    assert not policy.plan_tree(siblings, load, [[0.8] * 9]).drafts
+    experience.skipped._wait = experience.skipped.most  # drafting was tried in vain
+    assert experience.skipped.rests()
+    policy._load = load
+    for _ in range(40):
+        observed(policy, load, 8, 6)
+    assert experience.skipped.gain > LEAST_LOOKUP and not any(experience.skipped.rests() for _ in range(16))
+    for _ in range(200):
+        observed(policy, load, 8, 0)
+    assert experience.skipped.gain < 1.0 and sum(experience.skipped.rests() for _ in range(16)) == 15
 
 
 REPEATED = torch.tensor([[5, 9, 30, 5, 9, 30, 5, 9]])
@@ -71,19 +122,18 @@ def test_text_that_repeats_itself_takes_fewer_rounds_with_prompt_lookup(pair):
     target, draft = pair
     repeat(target)
     rounds = {}
-    for prompt_lookup in (True, False):
-        draft.decoding = DecodingOptions(policy=Scheduler(num_nodes=12), prompt_lookup=prompt_lookup)
+    for looks_up in (True, False):
+        draft.decoding = DecodingOptions(policy=Scheduler(num_nodes=12), prompt_lookup=looks_up)
         output = target.generate(REPEATED, assistant_model=draft, do_sample=False, max_new_tokens=40, pad_token_id=0)
         assert output[0, 8:].tolist() == ([30, 5, 9] * 14)[:40]
-        rounds[prompt_lookup] = draft.last_stats.rounds
+        rounds[looks_up] = draft.last_stats.rounds
     assert rounds[True] < 0.6 * rounds[False]
 
 
 def test_sure_matches_save_the_drafts_pass_and_the_draft_reads_them_later(pair, monkeypatch):
     target, draft = pair
     repeat(target)
-    dear = ThroughputTable((1, 8, 64), (99, 95, 90), drafting=5e-3)
-    draft.decoding = DecodingOptions(policy=Scheduler(dear, trees=True, skip=False))
+    draft.decoding = DecodingOptions(policy=Scheduler(DEAR, trees=True, skip=False))
     read, honest = [], draft.read_block
     monkeypatch.setattr(draft, "read_block", lambda a, features, *more: read.append(len(features)) or
                         honest(a, features, *more))  # fmt: skip
@@ -138,3 +188,42 @@ def test_matches_end_where_the_sequence_must(pair, length):
     options = {"do_sample": False, "max_new_tokens": length, "pad_token_id": 0, "eos_token_id": 7}
     drafted = target.generate(REPEATED, assistant_model=draft, **options)
     assert torch.equal(drafted, target.generate(REPEATED, **options))
+
+
+class Anew(Scheduler):
+    """Begins each path of an enumeration with nothing learnt, and counts what its rounds send."""
+
+    sent = Counter()
+
+    def fresh(self):
+        return replace(self, cost=copy.deepcopy(self.cost))
+
+    def observe(self, outcome):
+        super().observe(outcome)
+        self.sent[outcome.drafted, int(outcome.lengths)] += 1
+
+
+@pytest.mark.parametrize("is_honest", [True, False])
+def test_matches_are_sent_alone_by_what_earlier_rounds_have_shown(make_target, monkeypatch, is_honest):
+    """Control: drafts are dropped for the match where what was drawn differs from it."""
+    target, draft = make_pair(make_target, seed=5)
+    honest, sent = Drafter._draft_trees, Counter()
+
+    def after_the_draw(self, requests, noise, plan, siblings, depths, matches, is_tail, drafted):
+        drafts = honest(self, requests, noise, plan, siblings, depths, matches, is_tail, drafted)
+        differs = drafted and [*matches[0].token_ids[:1]] != drafts.trees[0].token_ids[:1]
+        return honest(self, requests, noise, plan, siblings, depths, matches, is_tail, False) if differs else drafts
+
+    if not is_honest:
+        monkeypatch.setattr(Drafter, "_draft_trees", after_the_draw)
+    monkeypatch.setattr(Anew, "sent", sent)
+    monkeypatch.setattr(prompt_lookup, "PRIOR_TESTS", 1)  # let one round decide
+    monkeypatch.setattr(prompt_lookup, "USUAL", [(least, 0.5) for least in RATES])
+    policy = Anew(Experience(LearnedCosts(replace(DEAR, drafting=1.7e-3), 2)), 2, trees=True)
+    pair, processors = (target, draft), LogitsProcessorList([TopKLogitsWarper(2)])
+    options = {"prompts": [[0, 1, 2, 1, 0, 1, 2]], "rounds": 2, "prompt_lookup": True}
+    found, mass, _ = enumerate_rounds(monkeypatch, *pair, policy, processors, **options)
+    assert mass == pytest.approx(1.0, abs=1e-5)
+    print(sent, found)
+    assert found < 5e-6 if is_honest else found > 0.005
+    assert len({drafted for drafted, _ in sent}) == 2 and len(sent) > 3

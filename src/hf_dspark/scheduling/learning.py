@@ -110,8 +110,8 @@ class ReprobeCounter:
     def rests(self) -> bool:
         """Tell whether a whole call shall do without drafts, as looking again was in vain: 15 of 16 do, unless prompt
         lookup pays."""
-        self._calls += self._wait == self.most and self.gain < LEAST_LOOKUP
-        return self._calls % REPROBE_AFTER > 0
+        self._calls += self._wait == self.most
+        return self.gain < LEAST_LOOKUP and self._calls % REPROBE_AFTER > 0
 
 
 class LearnedCosts:

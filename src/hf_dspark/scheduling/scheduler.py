@@ -301,18 +301,19 @@ class Scheduler(Policy):
         if not (grows or any(map(len, matches))):
             self._gain = 1.0 if self._drafts else self._gain
             return None
-        chains, trees, alone = self._forecasts(siblings, load)
+        chains, trees, alone = self._kinds_of_round(siblings, load)
         if grows:
             self._gain = max(1.0, trees.rate / chains.rate)
         if any(map(len, matches)):
-            chains, trees, alone = self._forecasts(siblings, load, self._ease(siblings, load))
+            chains, trees, alone = self._kinds_of_round(siblings, load, self._ease(siblings, load))
         best, other = trees if grows else alone, chains if self._drafts else alone
-        # A match that is not better than the last place brings nothing.
-        matches = [chances if len(chances) and chances[0] > best.last else () for chances in matches]
         if any(map(len, matches)):
-            # The draft may propose the same: a match never makes the trees that are usual worse.
-            ways = [best] if self._skipped.is_looking and self._drafts else [best, alone]
-            best = max([best, *(replace(each, matches=matches) for each in ways)], key=lambda forecast: forecast.rate)
+            # The draft may propose the same: a match that is not better than the last place brings nothing, and none
+            # makes the trees that are usual worse.
+            better = [chances if len(chances) and chances[0] > best.last else () for chances in matches]
+            ways = [best, replace(best, matches=better), replace(alone, matches=matches)]
+            tries_draft = self._drafts and self._skipped.is_looking
+            best = max(ways[: 3 - tries_draft], key=lambda forecast: forecast.rate)
         gain = best.rate / other.rate
         if gain <= LEAST_GAIN:
             return None
@@ -327,7 +328,7 @@ class Scheduler(Policy):
         blocks = [sum(map(sum, rows)) / len(rows) for rows in known if rows]
         return 2.0 ** (round(4 * math.log2(max(blocks) / usual)) / 4) if blocks and usual else 1.0
 
-    def _forecasts(self, siblings: SiblingAcceptance, load: Load, ease: float = 1.0) -> "list[RoundForecast]":
+    def _kinds_of_round(self, siblings: SiblingAcceptance, load: Load, ease: float = 1.0) -> "list[RoundForecast]":
         """Return what chains, trees and rounds without the draft are expected to bring, without prompt lookup."""
         cost, every = self._cost_of(load), self.num_nodes * load.num_requests
         key = siblings, cost, ease, load.num_requests, load.other_tokens, load.context_tokens // SAME_CONTEXT
