@@ -150,8 +150,8 @@ class Drafter:
             if num_tokens or any(match.token_ids for match in matches):
                 plan = self.policy.plan_tree(siblings, load, [match.chances for match in matches])
         if plan is not None:
-            drafted = plan.drafts and num_tokens > 0
-            drafts = self._draft_trees(requests, noise, plan, siblings, most, matches, is_tail, drafted)
+            plan.drafts = drafted = plan.drafts and num_tokens > 0
+            drafts = self._draft_trees(requests, noise, plan, siblings, most, matches, is_tail)
         elif num_tokens and self.draft.drafts_blocks:
             drafts, drafted = self._draft_chains(requests, noise, num_tokens, max_lengths, load, is_tail), True
         else:
@@ -210,7 +210,6 @@ class Drafter:
         max_depths: Sequence[int],
         matches: Sequence[LookupMatch],
         is_tail: bool,
-        drafted: bool,
     ) -> Drafts:
         rooms = [self._room(request) for request in requests]
         common = requests, plan, siblings, self._processor, max_depths, rooms, self._ends, matches
@@ -218,7 +217,7 @@ class Drafter:
             sampler = BestTrees(*common)
         else:
             sampler = DrawnTrees(*common, noise.draft_uniforms.tolist(), self._confidence_fits)
-        if drafted:
+        if plan.drafts:
             drafts = (self._draw_tails if is_tail else self._read)(requests, sampler, max(max_depths))
         else:
             self._read_late(requests)

@@ -32,7 +32,6 @@ RECENT_ROUNDS = 10  # older rounds fade
 SAME_CONTEXT = 256  # cached tokens: so many more do not change the choice
 TAIL_SHARE = 0.25  # of drafting: what the heads alone take
 TAIL_ACCEPTANCE = 0.55  # expected of each slot of an unknown tail
-MOST_FORECASTS = 4  # that are kept
 LOOKUP_WEIGHT = 0.03  # of one more round without the draft
 LEAST_GAIN = 1.03  # of trees over chains, as predicted: measured step times are no better than that
 
@@ -124,7 +123,7 @@ class Scheduler(Policy):
         self._rankings: deque[Ranking] = deque(maxlen=self.lag)  # of the last rounds
         self._block_tokens = math.inf  # that uncut rounds lately brought a request
         # What to expect by the load, without prompt lookup: it is the same in most rounds.
-        self._usual: deque[tuple[tuple, list[RoundForecast]]] = deque(maxlen=MOST_FORECASTS)
+        self._usual: deque[tuple[tuple, list[RoundForecast]]] = deque(maxlen=4)
 
     @property
     def requires_confidence(self) -> bool:
@@ -285,7 +284,6 @@ class Scheduler(Policy):
             return BudgetPlan(self.num_nodes, siblings)
         is_new = self._experience is not None and self.trees is None and not siblings.is_measured
         if is_new and self._drafts and self._acceptance.wants_trees:
-            self._gain = 1.0
             return BudgetPlan(self.num_nodes, siblings)
         every = self.num_nodes * load.num_requests
         in_all = self._capacity(every, load)
@@ -299,7 +297,6 @@ class Scheduler(Policy):
     ) -> TreePlan | None:
         grows = bool(self._drafts and (self.trees or siblings.is_measured))
         if not (grows or any(map(len, matches))):
-            self._gain = 1.0 if self._drafts else self._gain
             return None
         chains, trees, alone = self._kinds_of_round(siblings, load)
         if grows:
@@ -332,12 +329,11 @@ class Scheduler(Policy):
         """Return what chains, trees and rounds without the draft are expected to bring, without prompt lookup."""
         cost, every = self._cost_of(load), self.num_nodes * load.num_requests
         key = siblings, cost, ease, load.num_requests, load.other_tokens, load.context_tokens // SAME_CONTEXT
-        for known, found in self._usual:
-            if known == key:
+        for kept, found in self._usual:
+            if kept == key:
                 return found
-        of_chain, of_tree = (
-            np.minimum(ease * each, 1.0) for each in (siblings.of_chain(), siblings.best_nodes(self.num_nodes))
-        )
+        known = siblings.of_chain(), siblings.best_nodes(self.num_nodes)
+        of_chain, of_tree = (np.minimum(ease * each, 1.0) for each in known)
         trees = RoundForecast(of_tree, cost.tree_seconds(load, every, siblings.is_drawn), load)
         looked_up = cost.round_seconds(load, every) - cost.drafting
         alone = RoundForecast(np.zeros(self.num_nodes), looked_up, load, drafts=False)
