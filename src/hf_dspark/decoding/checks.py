@@ -248,6 +248,7 @@ def _own_loop_obstacles(call: Call) -> list[str]:
     layers = {type(layer).__name__ for layer in getattr(cache, "layers", [cache])} if is_foreign else set()
     writes_itself = is_foreign and type(cache).update is not Cache.update
     is_plain = PLAIN_LAYERS.issuperset(layers) and not (is_foreign and getattr(cache, "offloading", False))
+    held = call.cached if is_foreign and is_plain else 0  # recurrent states have no length
     ones = torch.ones(1, call.width, dtype=torch.bool, device="cpu") if call.mask is None else call.mask != 0
     holes = (ones & ~ones.roll(-1, dims=1))[:, :-1].any(dim=1).nonzero()[:, 0].tolist() * bool(ones[:, -1:].all())
     end = call.width + call.max_length - call.input_ids.shape[1]
@@ -262,10 +263,8 @@ def _own_loop_obstacles(call: Call) -> list[str]:
             f"the draft cannot continue a {name} of {' and '.join(sorted(layers))} (quantised, offloaded, of another "
             "kind): pass a plain DynamicCache, or what an earlier call with the draft returned": not is_plain
             or writes_itself,
-            f"past_key_values holds {call.cached} columns, the prompts have {call.width}: pass the whole conversation "
-            "with something new after it": is_foreign
-            and call.cached
-            and not bool(ones[:, call.cached :].any(dim=1).all()),
+            f"past_key_values holds {held} columns, the prompts have {call.width}: pass the whole conversation with "
+            "something new after it": held and not bool(ones[:, held:].any(dim=1).all()),
             f"a streamer takes one sequence, got {num_rows} rows: stream one prompt at a time": num_rows > 1
             and call.streamer is not None,
             f"attention_mask has zeros between ones in rows {holes}, which the {what} in plain decoding of "
