@@ -217,6 +217,7 @@ def test_training_ends_with_what_it_brought_and_the_commands_that_follow(answer,
     assert "hf-dspark calibrate" not in printed.err and "--eval_rows" in printed.err
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("kind", ["dflash", "eagle3", "mtp"])
 def test_other_kinds_of_drafts_are_trained_with_their_own_objective(answer, kind):
     Path("rows.jsonl").write_text(3 * '{"prompt": "what is", "completion": " up not much up not much"}\n')

@@ -351,6 +351,7 @@ def test_cached_rounds_equal_one_pass_over_the_whole_context(make_draft, target,
         close(stepwise.confidence_logits, at_once.confidence_logits)
 
 
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("head", HEADS)
 @torch.no_grad()
@@ -516,6 +517,7 @@ def test_untrained_markov_head_leaves_the_base_logits_alone(target, head):
     assert torch.equal(torch.stack(sampler.scores, dim=1), base)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(("candidates", "num_successors"), [(1, 0), (2, 1), (5, 2), (9, 3), (48, 0)])
 @pytest.mark.parametrize("head", HEADS)
 @torch.no_grad()

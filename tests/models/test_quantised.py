@@ -136,6 +136,7 @@ def test_candidates_of_a_quantised_head_get_what_all_tokens_get(make_target, mak
     torch.testing.assert_close(head.bias(rows, ids), biases.gather(-1, ids), atol=1e-5, rtol=1e-4)
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("bits", BITS)
 @pytest.mark.parametrize("kind", [DSparkDraftModel, Eagle3DraftModel])
 @torch.no_grad()

@@ -171,6 +171,7 @@ def test_hidden_states_are_those_of_plain_generate(model_type, facts):
             torch.testing.assert_close(own.select(last, -1), layer.select(last, -1), rtol=1e-3, atol=1e-3)
 
 
+@pytest.mark.one_in(2)
 @EACH_TYPE
 def test_trees_follow_their_own_branch_alone(model_type, facts):
     target, draft = make_pair(model_type, facts)
