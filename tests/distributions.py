@@ -195,15 +195,15 @@ def planned_length(policy, block):
     return int(policy.plan_verify(confidence, max_lengths, Load())[0])
 
 
-def output_distribution(target, draft, policy, processors, claimed_distribution=None, cut=None):
+def output_distribution(target_distribution, draft, policy, claimed_distribution=None, cut=None):
     """Enumerate one round, then continue with the target alone: the distribution of the first γ+1 tokens.
 
     `claimed_distribution` replaces the draft distribution in the ratio test, `cut` the length: both for negative
     controls.
     """
     gamma = draft.config.block_size
-    distribution, target_distribution = {}, TargetDistribution(target, processors)
-    for path, block in each_block(target, draft, processors):
+    distribution = {}
+    for path, block in each_block(target_distribution.target, draft, target_distribution.processors):
         drawn_from = block.distribution.dense(VOCAB).probs[0].double()
         path_probability = drawn_from.gather(1, torch.tensor(path)[:, None]).prod().item()
         if path_probability == 0.0:
@@ -261,11 +261,9 @@ def distribution_of_drafts(target, draft):
 
 def distance_from_target(target, draft, policy, processors=(), **kwargs):
     """Return the total variation between the distribution of a round and the target's own."""
-    processors = LogitsProcessorList(processors)
-    distribution = output_distribution(target, draft, policy, processors, **kwargs)
-    return total_variation(
-        distribution, extend(TargetDistribution(target, processors), {(): 1.0}, draft.config.block_size + 1)
-    )
+    truth = TargetDistribution(target, LogitsProcessorList(processors))
+    distribution = output_distribution(truth, draft, policy, **kwargs)
+    return total_variation(distribution, extend(truth, {(): 1.0}, draft.config.block_size + 1))
 
 
 def chi_square_p_value(counts, distribution):
