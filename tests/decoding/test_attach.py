@@ -290,7 +290,7 @@ def test_a_block_leaves_behind_what_was_there(target, draft, prompts):
 
 def test_calls_go_without_a_draft_that_did_not_pay_and_try_it_in_one_of_16(target, draft, prompts):
     skipped = experience_of(target, draft, linears=TargetSupport.of(target).linears).skipped
-    skipped._wait = skipped.most  # looking again was in vain
+    skipped._wait, skipped.gain = skipped.most, 1.0  # looking again was in vain, and nothing was looked up
     batch = padded(prompts[:1]) | GREEDY
     expected = outcome(target, batch)
     with attach(target, draft) as attached, pytest.warns(UserWarning, match="drafting has not paid"):
