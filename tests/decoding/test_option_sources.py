@@ -156,6 +156,7 @@ def test_batches_of_transformers_say_that_they_leave_the_draft_out(pair, monkeyp
         target.generate_batch([[1, 2]], assistant_model=draft)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("name", sorted(COUNTING))
 def test_a_queue_follows_an_option_from_everywhere(pair, name):
     target, draft = pair

@@ -48,6 +48,7 @@ def asks():
     return ask
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("kind", [*ATTENTION, *RECURRENT])
 def test_a_later_turn_reads_only_what_is_new(asks, kind):
     target, draft = pair_of(kind)

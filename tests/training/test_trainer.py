@@ -245,6 +245,7 @@ def test_offloaded_targets_train_drafts(make_trainer, make_draft, make_target, t
     assert found == pytest.approx(plain, abs=1e-5)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("packing", [False, True])
 @pytest.mark.parametrize("kind", ["map", "stream", "torch"])
 def test_data_sets_of_every_kind_train(make_trainer, logged, rows, kind, packing):
