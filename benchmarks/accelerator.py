@@ -55,10 +55,7 @@ def run(name: str, words: str, folder: Path, device: str, seconds: float) -> str
 
 
 def accelerator(
-    minutes: float = 25.0,
-    output_dir: Path = RESULTS / "accelerator",
-    device: str = "cuda",
-    rehearse: bool = False,
+    minutes: float = 25.0, output_dir: Path = RESULTS / "accelerator", device: str = "cuda", rehearse: bool = False
 ) -> dict[str, str]:
     """Run every step that is not done within so many minutes; `rehearse` at its smallest size."""
     if device == "cuda" and not torch.cuda.is_available():

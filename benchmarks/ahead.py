@@ -5,8 +5,7 @@ python benchmarks/ahead.py threads --output benchmarks/results/ahead_threads.jso
 
 `record` decodes the held-out prompts with new blocks; with blocks that lack the features of the last verification, as
 those do that are drafted meanwhile; and with tails wherever a slot is left. `simulator.py ahead` goes by what they
-commit. `threads` prepares blocks in a second thread, a core for each, greedily. Every prepared block that is used is
-drafted once more without the thread: the two must be the same, bit by bit.
+commit. `threads` prepares blocks in a second thread, a core for each, greedily.
 """
 
 import json
@@ -19,6 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -132,18 +132,16 @@ def record(num_prompts: int = 50, max_new_tokens: int = 128) -> dict[str, Any]:
                     call = bench.decode(target, [ids], seed, draft, max_new_tokens=max_new_tokens, **sampling)
                 calls[name].append(call)
         tails = [each for each in rounds if each.is_tail]
-        same = bench.identical(calls["new"], calls["tails"])
-        rows.append(
-            {
-                "regime": regime,
-                "tau": {name: bench.joined(each).tau for name, each in calls.items()},
-                "tau_of_tails": 1 + statistics.fmean(int(each.num_accepted) for each in tails),
-                "share_of_tails": len(tails) / len(rounds),
-                "tails_over_new": bench.per_token_of_all(calls["new"]) / bench.per_token_of_all(calls["tails"]),
-                "identical": same if sampling == bench.GREEDY else None,
-                "outcomes": {name: summary(each, gamma) for name, each in found.items()},
-            }
-        )
+        row = {
+            "regime": regime,
+            "tau": {name: bench.joined(each).tau for name, each in calls.items()},
+            "tau_of_tails": 1 + statistics.fmean(int(each.num_accepted) for each in tails),
+            "share_of_tails": len(tails) / len(rounds),
+            "tails_over_new": bench.per_token_of_all(calls["new"]) / bench.per_token_of_all(calls["tails"]),
+            "identical": bench.identical(calls["new"], calls["tails"]) if sampling == bench.GREEDY else None,
+            "outcomes": {name: summary(each, gamma) for name, each in found.items()},
+        }
+        rows.append(row)
     return {"rows": rows, "load": os.getloadavg()[0]}
 
 
@@ -155,6 +153,7 @@ class Ahead:
     def __init__(self, fan_outs: Sequence[int], checks: bool = False) -> None:
         self._fan_outs, self._checks, self.hits = fan_outs, checks, []
         self._prepared: dict[tuple[int, int], tuple[Block, DraftBlock]] = {}
+        self.seconds: dict[str, list[float]] = defaultdict(list)  # that were taken by what, where that is measured
         self._request, self._work, self.fault = None, None, None
         self._read, self._verify = Drafter._read, decoding_loop.DecodingLoop._verify
 
@@ -171,11 +170,12 @@ class Ahead:
         is_same, self._request = request is self._request, request  # an interrupt leaves blocks of another call
         found = self._prepared.get((place, int(request.anchor))) if is_whole and is_same else None
         self.hits.append(found is not None)
-        sampler, block = found or (sampler, self._read(drafter, requests, sampler, num_tokens))
         if found is not None and self._checks:
-            again = after_gap(drafter, [], 0, request.anchor, place, Block(requests, sampler.processor, None))
-            assert torch.equal(again.token_ids, block.token_ids)
-            assert all(map(torch.equal, again.confidence_logits, block.confidence_logits))
+            again, (_, block) = after_gap(drafter, [], 0, request.anchor, place, sampler), found
+            assert torch.equal(again.token_ids, block.token_ids) and torch.equal(again.marks, block.marks)
+            assert torch.equal(again.confidence_logits, block.confidence_logits)
+            assert again.distribution is None or torch.equal(again.distribution.probs, block.distribution.probs)
+        sampler, block = found or (sampler, self._read(drafter, requests, sampler, num_tokens))
         self._prepared = {}
         if self.fault is None:
             features, request.features[:] = request.features[:], []
@@ -193,10 +193,14 @@ class Ahead:
             raise
 
     def _fill(self, drafter: Drafter, request: Any, features: Sequence[torch.Tensor], sampler: Block) -> None:
-        place = request.anchor_position
+        place, noise = (
+            request.anchor_position,
+            drafter.noise([SimpleNamespace(id=request.id, blocks=request.blocks + 1)]),
+        )
+        uniforms = None if noise is None else noise.draft_uniforms
         for accepted, count in enumerate(self._fan_outs[: len(sampler.logits)]):
             for token in sampler.others(accepted)[:count]:
-                own, later = Block([request], sampler.processor, None), place + accepted + 1
+                own, later = Block([request], sampler.processor, uniforms), place + accepted + 1
                 block = after_gap(drafter, features, place, token[None], later, own)
                 self._prepared[later, int(token)], features = (own, block), []
 
@@ -207,18 +211,13 @@ class Ahead:
             if self._work is not None:
                 self.fault, self._work = self._work.exception(), None  # it waits for the end
                 if self.fault is not None:
-                    warnings.warn(
-                        f"blocks are drafted in turns: the second thread failed, {self.fault!r}", stacklevel=2
-                    )
+                    said = f"blocks are drafted in turns: the second thread failed, {self.fault!r}"
+                    warnings.warn(said, stacklevel=2)
 
 
 class Calibration(Ahead):
     """Decodes in turns, and times in every eighth round what verifies and what would prepare blocks: each alone, and
     both at once, again and again. Which blocks would be used has no part in it."""
-
-    def __init__(self, fan_outs: Sequence[int]) -> None:
-        super().__init__(fan_outs)
-        self.seconds: dict[str, list[float]] = defaultdict(list)
 
     def read(self, drafter: Drafter, requests: Any, sampler: Any = None, num_tokens: int | None = None) -> DraftBlock:
         self._last = drafter, requests[0], requests[0].features[:], sampler
@@ -247,59 +246,53 @@ class Calibration(Ahead):
         self.seconds[name].append(bench.timed(partial(run, *args))[0])
 
 
-def threads(
-    num_runs: int = 3, num_prompts: int = 20, blocks: int = 2, max_new_tokens: int = 128
-) -> Iterator[dict[str, Any]]:
+def threads(num_runs: int = 3, num_prompts: int = 20, blocks: int = 2) -> Iterator[dict[str, Any]]:
     """What a second thread gains over drafting and verifying in turns, one core for each; measured and simulated."""
     torch.set_num_threads(1)
     sys.setswitchinterval(1e-5)  # both threads run Python between short operations
     target, draft, tokenizer = bench.load_pair()
     known = json.loads((bench.RESULTS / "ahead_rounds.json").read_text())["rows"][0]["outcomes"]["new"]
     fan_outs, _ = best_fan_out(blocks, known["chances"], known["hits"])
-    decode = partial(bench.decode, target, assistant=draft, max_new_tokens=max_new_tokens, **bench.GREEDY)
-    prompts, checked, runs = bench.held_out_ids(tokenizer), Ahead(fan_outs, checks=True), []
+    decode = partial(bench.decode, target, assistant=draft, max_new_tokens=128, **bench.GREEDY)
+    prompts, runs = bench.held_out_ids(tokenizer), []
     with bench.decoding(draft, FullBlock()):
-        with checked.working():
-            answers = [decode([ids]).token_ids for ids in tqdm(prompts[:num_prompts], desc="checks")]
         for _ in range(num_runs):
-            runs.append(one_run(decode, prompts, answers, fan_outs))
-            yield {"fan_outs": fan_outs, "checked": sum(checked.hits), "runs": runs}
+            runs.append(one_run(decode, prompts, num_prompts, fan_outs))
+            yield {"fan_outs": fan_outs, "runs": runs}
 
 
-def one_run(
-    decode: Callable[..., bench.Call], prompts: Sequence[Any], answers: Sequence[Any], fan_outs: Sequence[int]
-) -> dict[str, Any]:
-    """Decode the prompts whose answers are known in turns and ahead, and calibrate on others meanwhile."""
+def one_run(decode: Any, prompts: Sequence[Any], num_prompts: int, fan_outs: Sequence[int]) -> dict[str, Any]:
+    """Decode the first prompts in turns and ahead, and calibrate on others meanwhile."""
     ahead, calibration = Ahead(fan_outs), Calibration(fan_outs)
     calls: dict[str, list[bench.Call]] = {"in turns": [], "ahead": []}
-    for turn, same in enumerate(tqdm(answers)):
+    for turn, ids in enumerate(tqdm(prompts[:num_prompts])):
         if turn % 2 == 0:
             with calibration.working():
-                decode([prompts[len(answers) + turn // 2]])
+                decode([prompts[num_prompts + turn // 2]])
         for name in bench.rotated(list(calls), turn):
             with ahead.working() if name == "ahead" else nullcontext():
-                calls[name].append(decode([prompts[turn]]))
-            assert calls[name][-1].token_ids == same
-    turns, own = bench.joined(calls["in turns"]), bench.joined(calls["ahead"])
+                calls[name].append(decode([ids]))
+    assert bench.identical(*calls.values()) == num_prompts
+    turns, own = map(bench.joined, calls.values())
     pairs, hits = list(zip(ahead.hits, own.committed, strict=True)), statistics.fmean(ahead.hits)
     tokens = [statistics.fmean(count for hit, count in pairs if hit == kind) for kind in (True, False)]
-    facts = {"hits": hits, "tau": {"in turns": turns.tau, "ahead": own.tau}, "load": os.getloadavg()[0]}
-    seconds = {name: statistics.fmean(each) for name, each in calibration.seconds.items()}
-    facts["milliseconds"] = {name: 1e3 * each for name, each in seconds.items()}
     # In units of a verification: in turns by those rounds, at the same time by the calibration.
-    whole = sum(call.seconds for call in calls["in turns"]) / turns.verify_seconds
-    draft_time, unit = turns.draft_seconds / turns.verify_seconds, seconds["verification"]
+    seconds = {name: statistics.fmean(each) for name, each in calibration.seconds.items()}
+    whole, unit = sum(call.seconds for call in calls["in turns"]) / turns.verify_seconds, seconds["verification"]
+    draft_time = turns.draft_seconds / turns.verify_seconds
     rest_time = whole - 1 - draft_time + seconds["hand-over"] / unit
     preparing = (hits * seconds["after a hit"] + (1 - hits) * seconds["after a miss"]) / unit
     slower = seconds["verification, contended"] / unit, seconds["preparing, contended"] / seconds["after a miss"]
-    facts |= {"draft_time": draft_time, "preparing": preparing, "rest_time": rest_time, "contention": slower}
+    facts = {"hits": hits, "tau": {"in turns": turns.tau, "ahead": own.tau}, "load": os.getloadavg()[0]}
+    facts |= {"milliseconds": {name: 1e3 * each for name, each in seconds.items()}, "draft_time": draft_time}
+    facts |= {"preparing": preparing, "rest_time": rest_time, "contention": slower}
     for name, contention in (("without contention", (1.0, 1.0)), ("simulated", slower)):
         verified, prepared = overlapped(preparing, contention)
         fallback = draft_time + max(0.0, prepared - verified)  # the thread does not stop in the middle
         speed = speedup(hits, tokens, preparing, fallback, contention=contention, rest_time=rest_time)
         facts[name] = speed * whole / turns.tau
-    own_seconds, turns_seconds = map(bench.per_token_of_all, (calls["ahead"], calls["in turns"]))
-    return facts | {"measured": turns_seconds / own_seconds}
+    in_turns, in_threads = map(bench.per_token_of_all, calls.values())
+    return facts | {"measured": in_turns / in_threads}
 
 
 if __name__ == "__main__":

@@ -125,13 +125,8 @@ def compared(
         calls = decode_in_turns(models.target, taking_part, batches, warm_up=1, **options)
         summaries = {name: method_summary(calls, name, not cell.temperature) for name in methods}
         found.append(asdict(cell) | {"num_calls": num_calls, "methods": summaries})
-        yield {
-            "models": dict(models.facts or {}),
-            "methods": list(methods),
-            "packed": packed,
-            "max_new_tokens": max_new_tokens,
-            "cells": found,
-        }
+        facts = {"models": dict(models.facts or {}), "methods": list(methods), "packed": packed}
+        yield facts | {"max_new_tokens": max_new_tokens, "cells": found}
 
 
 def compare(

@@ -94,9 +94,8 @@ def calibrate_pair(
     for name in ("sts_temperatures", "confidence_fits", "sibling_acceptance"):
         setattr(config, name, getattr(draft.config, name))
     config.save_pretrained(bench.PAIR / "draft")
-    return {
-        regime: {key: part[key] for key in ("mean_ece_calibrated", "num_rounds")} for regime, part in regimes.items()
-    }
+    shown = "mean_ece_calibrated", "num_rounds"
+    return {regime: {key: part[key] for key in shown} for regime, part in regimes.items()}
 
 
 def thresholds(num_prompts: int = 50, max_new_tokens: int = 128) -> dict[str, Any]:

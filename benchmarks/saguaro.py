@@ -44,14 +44,6 @@ def speedup(
     return _mean(hits, *tokens) / (rest_time + _mean(all_hit, max(verified, prepared), verified + fallback_time))
 
 
-def speedup_bounds(hits: float, tokens: float, synchronous_tokens: float, synchronous_time: float) -> Pair:
-    """Return bounds of the speed over synchronous drafting, which takes `synchronous_time` and commits
-    `synchronous_tokens` a round, if preparing takes less than a verification, and the fallback no time. Corollary 9.
-    """
-    gained = (1 + synchronous_time) / synchronous_tokens
-    return gained * _mean(hits, tokens, 1.0), gained * tokens
-
-
 def outcome_chances(acceptance: float, block_size: int) -> np.ndarray:
     """Return how probable 0..γ accepted drafts are, `[γ+1]`, if each is accepted with the same probability."""
     return np.append((1 - acceptance) * acceptance ** np.arange(block_size), acceptance**block_size)

@@ -302,8 +302,8 @@ GPU_BLOCKS, MOST_BLOCKS = 64, 112  # that a pass of a GPU drafts in the time of 
 BUDGETS, BATCHES = (7, 14, 28, 56, 112), (1, 4, 16, 64)
 
 
-def machines() -> dict[str, tuple[float, float, int]]:
-    """Return the seconds of drafting and verifying a block, and how many blocks a pass of the draft makes."""
+def machines() -> dict[str, tuple[Any, ...]]:
+    """Return the seconds of drafting and verifying a block, blocks of a draft's pass, and contention if there is."""
     found = {}
     for name, table in ON_CPUS.items():
         cost = ThroughputTable.load(TABLES / f"cpu_2_cores.{table}.json")
@@ -311,17 +311,13 @@ def machines() -> dict[str, tuple[float, float, int]]:
     for name, rounds in json.loads((RESULTS / "loop_h200_4b.json").read_text())["cells"][0]["rounds_ms"].items():
         kind = "compiled" if "compiled" in name else "eager"
         found[f"Qwen3-4B: two GPUs, {kind}"] = rounds["draft"] / 1e3, rounds["verify"] / 1e3, GPU_BLOCKS
-    found["the pair: two threads"] = threads("draft_time"), 1.0, 1
+    runs = json.loads((RESULTS / "ahead_threads.json").read_text())["runs"]
+    ratio, *slower = numpy.median([(run["draft_time"], *run["contention"]) for run in runs], axis=0).tolist()
+    found["the pair: two threads"] = ratio, 1.0, 1, *slower
     (slow, verifying, _), (fast, quick, _) = found["Qwen3-4B: two CPUs"], found["Qwen3-4B: two GPUs, compiled"]
     found["Qwen3-4B: draft on the CPU, target on the GPU"] = slow, quick, 1
     found["Qwen3-4B: draft on the GPU, target on the CPU"] = fast, verifying, GPU_BLOCKS
     return found
-
-
-def threads(name: str) -> Any:
-    """Return a median of the calibrations of `ahead.py threads`, or two."""
-    runs = [run[name] for run in json.loads((RESULTS / "ahead_threads.json").read_text())["runs"]]
-    return numpy.median(runs, axis=0).tolist()
 
 
 def hits_of(row: dict[str, Any], blocks: int) -> float:
@@ -357,12 +353,11 @@ def ahead() -> dict[str, Any]:
     found: dict[str, Any] = {"machines": [], "pays_from": {}, "hits": {}, "batches": {}}
     for row in json.loads((RESULTS / "ahead_rounds.json").read_text())["rows"]:
         regime, recorded = row["regime"], row["outcomes"]["new"]
-        for name, (drafting, verifying, at_once) in machines().items():
+        for name, (drafting, verifying, at_once, *slower) in machines().items():
             ratio, blocks = drafting / verifying, min(MOST_BLOCKS, at_once * max(1, int(verifying / drafting)))
             facts = {"regime": regime, "machine": name, "draft_time": ratio, "blocks": blocks}
-            slower = threads("contention") if "threads" in name else (1.0, 1.0)
-            hits = hits_of(row, blocks)
-            found["machines"].append(facts | {"hits": hits} | gains(row, ratio, hits, contention=slower))
+            facts["hits"] = hits = hits_of(row, blocks)
+            found["machines"].append(facts | gains(row, ratio, hits, contention=slower or (1.0, 1.0)))
             if "compiled" in name:
                 found["batches"][regime] = [gains(row, ratio, hits, batch)["ahead"] for batch in BATCHES]
         names = ("tails", "ahead", "ahead_with_features")

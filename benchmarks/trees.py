@@ -55,18 +55,17 @@ def speed(num_prompts: int = 50, max_new_tokens: int = 128) -> dict[str, Any]:
         in_all = {name: bench.per_token_of_all(calls) for name, calls in runs.items()}
         for name in policies:
             same = bench.identical(runs[name], runs["plain"])
-            rows.append(
-                {
-                    "regime": regime,
-                    "policy": name,
-                    "speedup_same_kernels": median["plain"] / median[name],
-                    # A few answers gain much, most gain little: the median of the answers does not show it.
-                    "over_scheduled_chains_in_all": in_all["scheduled chains"] / in_all[name],
-                    "identical": same if sampling == bench.GREEDY else None,
-                    **committed(runs[name]),
-                    **{f"{part}_ms": value for part, value in bench.round_parts(bench.joined(runs[name])).items()},
-                }
-            )
+            row: Row = {
+                "regime": regime,
+                "policy": name,
+                "speedup_same_kernels": median["plain"] / median[name],
+                # A few answers gain much, most gain little: the median of the answers does not show it.
+                "over_scheduled_chains_in_all": in_all["scheduled chains"] / in_all[name],
+                "identical": same if sampling == bench.GREEDY else None,
+                **committed(runs[name]),
+                **{f"{part}_ms": value for part, value in bench.round_parts(bench.joined(runs[name])).items()},
+            }
+            rows.append(row)
     return {"rows": rows}
 
 

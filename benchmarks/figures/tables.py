@@ -434,10 +434,8 @@ def small_batch_gemm() -> Rows:
         large = [{"dtype": "float32", **cell} for cell in result["cells"] if cell["rows"] == 8]
         large = [cell for cell in large if cell["outputs"] * cell["inputs"] >= 2**20]
         for dtype in dict.fromkeys(cell["dtype"] for cell in large):
-            cells, ways = (
-                [cell for cell in large if cell["dtype"] == dtype],
-                ("transposed_ratio", "ratio", "packed_ratio"),
-            )
+            cells = [cell for cell in large if cell["dtype"] == dtype]
+            ways = ("transposed_ratio", "ratio", "packed_ratio")
             ratios = ([cell[way] for cell in cells if way in cell] for way in ways)
             yield machine(result), dtype, *(number(statistics.median(part) if part else None) for part in ratios)
 
@@ -501,8 +499,7 @@ def finetune() -> Rows:
 
 @table("ahead_rounds", "ahead")
 def ahead_rounds() -> Rows:
-    """What blocks without the newest features and tails commit, and from which ratio of drafting to verifying each
-    pays."""
+    """What blocks without the newest features and tails commit."""
     compared = "τ, new blocks", "without the last features", "of a tail", "tails, % of rounds", "τ of all"
     yield "", *compared, "measured speed"
     for row in load("ahead_rounds")["rows"]:
@@ -519,18 +516,16 @@ def ahead_machines() -> Rows:
     rows = load("ahead")["machines"]
     for name in dict.fromkeys(row["machine"] for row in rows):
         both = [row for row in rows if row["machine"] == name]
-        shown = {"hits": percent}
-        numbers = (shown.get(key, number)(row[key]) for row in both for key in AHEAD.values())
+        numbers = ((percent if key == "hits" else number)(row[key]) for row in both for key in AHEAD.values())
         yield name, number(both[0]["draft_time"]), both[0]["blocks"], *numbers
 
 
 @table("ahead_threads")
 def ahead_threads() -> Rows:
-    slower = "verifying takes, times", "drafting takes, times"
-    yield "hits, %", "τ in turns", "τ ahead", *slower, "without contention", "simulated speed", "measured speed"
+    names = "without contention", "simulated", "measured"
+    yield "hits, %", "τ in turns", "τ ahead", "verifying takes, times", "drafting takes, times", *names
     for run in load("ahead_threads")["runs"]:
-        speeds = (run[name] for name in ("without contention", "simulated", "measured"))
-        yield percent(run["hits"]), *map(number, (*run["tau"].values(), *run["contention"], *speeds))
+        yield percent(run["hits"]), *map(number, (*run["tau"].values(), *run["contention"], *map(run.get, names)))
 
 
 @table()

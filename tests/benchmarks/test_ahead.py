@@ -52,6 +52,22 @@ def test_a_call_goes_on_without_the_thread_and_warns_once(pair, ahead, monkeypat
     ]
 
 
+def test_a_sampled_hit_is_drawn_by_the_noise_of_its_own_round(pair, ahead, monkeypatch):
+    def sampled(seed):
+        torch.manual_seed(seed)
+        return answer(pair, PROMPTS[seed % 3], do_sample=True, temperature=1.5, top_k=0)
+
+    with ahead.working():
+        answers = [sampled(seed) for seed in range(6)]
+        assert sum(ahead.hits) > 5 and answers == [sampled(seed) for seed in range(6)]
+        of_its_round = ahead_drafting.SimpleNamespace
+        monkeypatch.setattr(
+            ahead_drafting, "SimpleNamespace", lambda id, blocks: of_its_round(id=id, blocks=blocks - 1)
+        )
+        with pytest.raises(AssertionError):
+            _ = [sampled(seed) for seed in range(6)]
+
+
 def test_an_interrupt_leaves_no_thread_and_nothing_of_its_call(pair, ahead, monkeypatch):
     honest, rounds = DecodingLoop._verify, []
 
@@ -73,7 +89,7 @@ def test_an_interrupt_leaves_no_thread_and_nothing_of_its_call(pair, ahead, monk
 @pytest.mark.slow
 def test_all_shipped_prompts_are_answered_as_by_the_target_alone():
     target, draft, tokenizer = bench.load_pair()
-    ahead, draft.decoding = ahead_drafting.Ahead([2, 1]), DecodingOptions(policy=FullBlock())
+    ahead, draft.decoding = ahead_drafting.Ahead([2, 1], checks=True), DecodingOptions(policy=FullBlock())
     prompts = bench.held_out_ids(tokenizer)
     expected = [alone(target, ids, max_new_tokens=64) for ids in prompts]
     with ahead.working():

@@ -70,16 +70,6 @@ def test_contention_of_one_changes_nothing_and_more_of_it_never_helps():
     assert saguaro.speedup(0.4, (4.0, 4.0), 0.3, 0.1, rest_time=0.2) == pytest.approx(4 / (0.2 + 0.4 + 0.6 * 1.1))
 
 
-def test_speedup_over_synchronous_drafting_is_within_its_bounds():
-    for hits, fallback_tokens in itertools.product((0.1, 0.5, 0.9, 1.0), (1.0, 2.0, 4.0)):
-        low, high = saguaro.speedup_bounds(hits, 4.0, 4.0, 0.3)
-        over_synchronous = saguaro.speedup(hits, (4.0, fallback_tokens), 0.9, 0.0) / (4.0 / 1.3)
-        assert low - 1e-12 <= over_synchronous <= high + 1e-12
-    assert saguaro.speedup_bounds(1.0, 4.0, 4.0, 0.3) == pytest.approx(
-        (1.3, 1.3)
-    )  # all of the drafting is hidden, no more
-
-
 def missing(fan_out, exponent):
     return 1 - fan_out**-exponent
 
