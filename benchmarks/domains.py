@@ -146,7 +146,7 @@ class Workshop:
             draft = make_draft(name, target, tokenizer, block_size)
             arguments = DSparkTrainingArguments(
                 output_dir=str(folder), max_steps=self.steps, num_anchors=self.num_anchors, max_length=MAX_LENGTH,
-                feature_cache_dir=str(self.folder / "features"), **TRAINING, **weights,
+                feature_cache_dir=str(self.folder / f"features{'_mtp' * (name == 'mtp')}"), **TRAINING, **weights,
             )  # fmt: skip
             optimizer = MuonWithAdamW(draft.named_parameters(), 4e-3, 0.05, lookup_tables=("markov_w", "proj.bias"))
             trainer = DSparkTrainer(
@@ -250,7 +250,7 @@ def measured_acceptance(
 
 def kinds(
     work_dir: Path = Path("out/domains"),
-    drafts: tuple[str, ...] = tuple(name for name in DRAFTS if "fill_in" not in name and name not in NEW_KINDS),
+    drafts: tuple[str, ...] = tuple(name for name in DRAFTS if "fill_in" not in name),
     num_answers: int = 1000,
     steps: int = 500,
     num_prompts: int = 60,

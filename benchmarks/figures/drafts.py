@@ -22,7 +22,7 @@ REGIMES = {"greedy": "greedy", "sampled": "temperature 1"}
 def figure_2_position_wise() -> Figure:
     """Draw the acceptance of each position, given that all before it were accepted."""
     figure, axes = panels([list(DOMAINS)], 3.3, sharey=True)
-    drafts = load("domains")["drafts"] | load("domains_depth")["drafts"]
+    drafts = load("domains")["drafts"]
     for domain, axis in axes.items():
         for name, label in (("dspark_5", "DSpark, 5 layers"), ("dflash_5", "DFlash, 5 layers"), ("eagle3", "Eagle3")):
             measured = drafts[name]["measured"][domain]["temperature 1"]

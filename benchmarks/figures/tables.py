@@ -25,7 +25,7 @@ SOURCES_PAGE = ROOT / "benchmarks" / "README.md"
 MARKED = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end of table -->)", re.DOTALL)
 MACHINES = {"Intel": "Xeon", "avx512": "EPYC, AVX-512", "AMD": "EPYC, AVX2"}  # the first whose mark is in the name
 DRAFTS = {f"{name.lower()}_{count}": f"{name}, {count} layers" for name in ("DSpark", "DFlash") for count in (2, 5)}
-DRAFTS |= {"eagle3": "EAGLE-3, 1 layer"}
+DRAFTS |= {"v4_2": "DSpark, 2 layers of DeepSeek-V4", "eagle3": "EAGLE-3, 1 layer", "mtp": "MTP module, 1 layer"}
 KINDS = {"dspark": "DSpark, 3 layers", "dflash": "DFlash, 3 layers", "eagle3": "EAGLE-3, 1 layer"}
 METHODS = {"Eagle3": "EAGLE-3", "DSpark, threshold": "DSpark, confidence threshold", "plain, as it is": "plain, as is"}
 TASKS = {
@@ -228,10 +228,10 @@ def candidates() -> Rows:
         yield machine(result), result["dtype"], *map(number, ratios), number(cells[0]["full_ms"], 0)
 
 
-@table("domains", "domains_depth")
+@table("domains")
 def kinds_of_drafts() -> Rows:
-    """Tokens per round of five drafts of one target on three domains."""
-    found = load("domains")["drafts"] | load("domains_depth")["drafts"]
+    """Tokens per round of seven drafts of one target on three domains."""
+    found = load("domains")["drafts"]
     columns = [(domain, name) for name in ("temperature 1", "greedy") for domain in ("math", "code", "prose")]
     yield "τ", "M parameters", *(f"{domain}, {'T = 1' if name != 'greedy' else name}" for domain, name in columns)
     taus = [[found[draft]["measured"][domain][name]["tau"] for domain, name in columns] for draft in DRAFTS]

@@ -14,7 +14,7 @@ from hf_dspark.models.modeling_draft import AnchoredBlocks
 from tests.rows import assert_as_alone
 
 KINDS = {
-    "experts": {"num_experts": 4},
+    "experts": {"num_experts": 4, "moe_intermediate_size": 5},  # which grouped products do not take
     "streams": {"hc_mult": 3},
     "v4": {"num_experts": 4, "num_experts_per_tok": 3, "moe_intermediate_size": 12, "hc_mult": 2}
     | {"layer_types": ["sliding_attention"] * 2, "sliding_window": 6},

@@ -68,7 +68,7 @@ class DSparkConfig(DraftConfig):
             (Muse Glimmer); drafts of other projects read the bare table.
         num_experts (`int`): Routed experts of each layer's MLP, beside a shared one (DeepSeek-V4); 0 for a dense MLP.
         num_experts_per_tok, moe_intermediate_size (`int`): How many of them read a token, and the width of each, also
-            of the shared one; `None` divides `intermediate_size` among those that read a token.
+            of the shared one; `None` divides `intermediate_size` among those that read a token, by multiples of 8.
         hc_mult (`int`): Residual streams that manifold-constrained hyper-connections mix around attention and MLP
             (DeepSeek-V4 has 4); 0 for ordinary residuals.
         q_lora_rank (`int`, *optional*): Rank of the queries of DeepSeek-V4's attention, in which one head of keys, of
@@ -135,7 +135,8 @@ class DSparkConfig(DraftConfig):
         if self.markov_state_size is None and self.markov_head_type == "domino":
             self.markov_state_size = self.markov_rank
         if self.moe_intermediate_size is None and self.num_experts:
-            self.moe_intermediate_size = max(1, self.intermediate_size // (1 + max(self.num_experts_per_tok, 0)))
+            share = self.intermediate_size // (1 + max(self.num_experts_per_tok, 0))
+            self.moe_intermediate_size = share // 8 * 8 or max(1, share)  # grouped products need whole 16 bytes
         super().__post_init__(**kwargs)
         self.check_entries("sts_temperatures", check_temperatures)
         self.check_entries("confidence_fits", check_logit_fits)
