@@ -56,6 +56,9 @@ def parse(words: Sequence[str]) -> Namespace:
     options, unknown = parser.parse_known_args(words)
     if options.command == "race" and options.prompts_file is None:  # prompts after an option
         options.prompts, unknown = [*options.prompts, *unknown], []
+    if options.command in ("generate", "race"):
+        for word in filter(os.path.isfile, options.prompts):
+            parsers[options.command].error(f"the prompt {word!r} is a file: pass it as --prompts_file {word}")
     options.trainer_words = unknown
     if unknown and options.command != "train":
         parsers[options.command].error(f"unrecognized arguments: {' '.join(unknown)}")

@@ -113,6 +113,8 @@ def test_prompts_of_a_race_may_follow_options_but_not_a_file(refusal):
     options = parse(shlex.split("race target --seed 1 one two --quiet three"))
     assert (options.target, options.prompts) == ("target", ["one", "two", "three"])
     assert "unrecognized arguments: much" in refusal("race target --prompts_file prompts.jsonl --seed 1 much")
+    for command in "race target", f"generate {PAIR}":
+        assert "is a file: pass it as --prompts_file prompts.jsonl" in refusal(f"{command} prompts.jsonl")
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from ..files import listed, naming
 from ..formats.checkpoint import CONFIG_FILE, STS_FILE, Checkpoint, kept_tokens_mask
 from ..formats.fields import Format, TargetFacts
-from ..formats.tables import FORMAT_NAMES, OURS
+from ..formats.tables import FORMAT_NAMES, FORMATS, OURS
 from ..formats.translate import (
     config_to_format,
     draft_model_type,
@@ -133,6 +133,9 @@ def convert_checkpoint(
 def _format_for(engine: str | None, config: DraftConfig) -> str:
     if engine is None:
         raise ValueError(f"say the format to write, one of {', '.join(FORMAT_NAMES)}, or an engine such as vllm")
+    known = sorted({name for entry in FORMATS for name in entry.engines})
+    if engine not in known:
+        raise ValueError(f"engine must be one of {', '.join(known)}, got {engine!r}")
     exports = exports_of(config)
     able = [name for name, (engines, _) in exports.items() if engine in engines]
     if not able:

@@ -65,8 +65,8 @@ def _made(kind: str, config: "DSparkConfig", *more: int) -> nn.Module:
     facts = {name: getattr(config, name) for name in names} | {"n_routed_experts": config.num_experts}
     kinds = {"mlp_layer_types": ["moe"], "layer_types": ["sliding_attention"]}
     found = DeepseekV4Config(num_hidden_layers=1, hc_mult=config.hc_mult, **kinds, **facts)
-    # In neither way a shape depends on the routing: passes can be compiled. Groups need rows of whole 16 bytes; products
-    # of single tokens do not, but copy the experts' weights for each of them.
+    # In neither way a shape depends on the routing: passes can be compiled. Groups need rows of whole 16 bytes;
+    # products of single tokens do not, but copy the experts' weights for each of them.
     is_aligned = config.num_experts and (config.hidden_size | config.moe_intermediate_size) % 8 == 0
     found._experts_implementation = "grouped_mm" if is_aligned else "batched_mm"
     return getattr(modeling_deepseek_v4, kind)(found, *more)
