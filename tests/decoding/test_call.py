@@ -7,7 +7,7 @@ import torch
 from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria
 from transformers.generation import EosTokenCriteria, MaxLengthCriteria
 
-from hf_dspark import DecodingOptions
+from hf_dspark import DecodingOptions, FullBlock
 from tests.rows import (
     EOS,
     GREEDY,
@@ -286,6 +286,7 @@ def test_processors_that_read_prefixes_get_none_before_the_first_token_of_embedd
 
 def test_a_full_memory_names_the_batch(target, draft, prompts, monkeypatch):
     honest, budget = torch.Tensor.new_zeros, [400_000]
+    draft.decoding = DecodingOptions(policy=FullBlock())
 
     def scarce(self, *shape, **kwargs):
         result = honest(self, *shape, **kwargs)

@@ -11,7 +11,7 @@ import torch
 from transformers import MaxTimeCriteria, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 
-from hf_dspark import ConfidenceThreshold, DecodingOptions, Policy
+from hf_dspark import ConfidenceThreshold, DecodingOptions, FullBlock, Policy
 from tests.rows import EOS, GREEDY, OPTIONS, alone, assert_as_alone, assert_no_hooks, assert_same_tokens, padded
 
 DRAFTED = OPTIONS | {
@@ -77,7 +77,7 @@ def test_rounds_reproduce_the_reference_decoder(target, draft, reference, thresh
 
 
 def test_padding_on_the_left_changes_nothing(target, draft, prompt_ids):
-    prompt = prompt_ids[1]
+    prompt, draft.decoding = prompt_ids[1], DecodingOptions(policy=FullBlock())  # which learns nothing meanwhile
     ids, mask = torch.nn.functional.pad(prompt, (5, 0)), torch.nn.functional.pad(torch.ones_like(prompt), (5, 0))
     plain = target.generate(prompt, assistant_model=draft, **GREEDY)
     accepted = draft.last_stats.accepted

@@ -22,7 +22,7 @@ def records(target, draft, prompts=PROMPTS, **options):
 
 def test_rounds_agree_with_the_statistics_of_generate(target, draft):
     rounds = records(target, draft, PROMPTS[:1])
-    ids = torch.tensor(PROMPTS[:1])
+    ids, draft.decoding = torch.tensor(PROMPTS[:1]), DecodingOptions(policy=FullBlock())
     target.generate(ids, attention_mask=torch.ones_like(ids), assistant_model=draft, max_new_tokens=24)
     drafted = [n for n in zip(draft.last_stats.proposed, draft.last_stats.accepted, strict=True) if n[0] > 0]
     assert rounds.proposed.tolist() == [proposed for proposed, _ in drafted]

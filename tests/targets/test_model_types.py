@@ -155,7 +155,7 @@ def assert_decoded_as_if_alone(target, draft, new_tokens=14):
 def test_every_row_of_a_ragged_batch_is_decoded_as_if_alone(model_type, facts):
     target, draft = make_pair(model_type, facts)
     assert_decoded_as_if_alone(target, draft, new_tokens=20)
-    assert 1.5 < draft.last_stats.tau < 4.5
+    assert draft.last_stats.tau > 1.5
 
 
 @EACH_TYPE
