@@ -1,10 +1,13 @@
-"""What schedulers gain, simulated: the paper's Figures 7 and 8, AdaSpec's attainment, jagged step times."""
+"""What schedulers gain, simulated: the paper's Figures 7 and 8, AdaSpec's attainment, jagged step times; and what
+drafting ahead does not."""
 
 from matplotlib.figure import Figure
 from style import INK, LIGHT_BLUE, METHODS, SCHEDULERS, drawn, finish, load, panels
 
 REPLAYED = "The rounds are recorded ones of the shipped pair (GSM8K, temperature 1)."
 ADASPEC = "AdaSpec, limit: expected"
+PREPARED, REQUESTS = (7, 14, 28, 56, 112), (1, 4, 16, 64)  # of `simulator.py ahead`
+REGIMES = {"greedy": "greedy", "sampled": "T = 1"}
 GPU_TIMES = "Step times: linear layers as measured on the GPU, and 1/16 of the shortest step for drafting."
 
 
@@ -121,4 +124,33 @@ def jagged_step_times() -> Figure:
         "requests with recorded confidences of the shipped pair. Step times of linear layers as measured, "
         "interpolated or padded to the next measured size.",
         axis,
+    )
+
+
+@drawn
+def drafting_ahead() -> Figure:
+    """Draw how often a prepared block is the one that is needed, and what preparing is worth for many requests."""
+    found = load("ahead")
+    figure, axes = panels([["hits", "batches"]], 3.3)
+    for (regime, name), colour in zip(REGIMES.items(), (METHODS["DSpark"], METHODS["DFlash"]), strict=True):
+        for kind, line in (("best", "-"), ("uniform", ":")):
+            rates = [100 * rate for rate in found["hits"][regime][kind]]
+            axes["hits"].plot(
+                PREPARED, rates, color=colour, linestyle=line, marker="o", label=f"{name}, {kind} fan-out"
+            )
+        axes["batches"].plot(REQUESTS, found["batches"][regime], color=colour, marker="o")
+    axes["batches"].axhline(1.0, color=INK, linewidth=1)
+    for axis, ticks, title, label in (
+        (axes["hits"], PREPARED, "prepared blocks that are needed, %", "blocks prepared in one verification"),
+        (axes["batches"], REQUESTS, "speed over drafting in turns", "concurrent requests"),
+    ):
+        axis.set(title=title, xlabel=label, xscale="log", ylim=(0, None))
+        axis.set_xticks(ticks, ticks)
+        axis.minorticks_off()
+    return finish(
+        figure,
+        "Many prepared blocks are hits, but drafting in turns is faster",
+        "Simulated from recorded rounds of the shipped pair; right: step times of Qwen3-4B, compiled, a second GPU "
+        "for the draft. Blocks that are prepared lack the last features. After a miss all requests wait.",
+        axes["hits"],
     )
