@@ -9,6 +9,7 @@ import transformers
 from packaging.version import Version
 from transformers import DynamicCache, StoppingCriteria
 
+from hf_dspark import DecodingOptions, FullBlock
 from hf_dspark.models.slot_cache import SlotCache
 from tests.rows import EOS, GREEDY, alone, assert_rows, padded
 
@@ -129,7 +130,7 @@ def test_a_mask_over_tokens_that_no_cache_holds_is_refused(goes_on, cache):
 def test_the_draft_knows_the_earlier_turns(first_turn, target, draft):
     """With the cache and without it the same blocks are drafted and accepted."""
     cache, whole = first_turn(3)
-    accepted = []
+    accepted, draft.decoding = [], DecodingOptions(policy=FullBlock())  # which learns nothing meanwhile
     for earlier in ({"past_key_values": cache}, {}):
         target.generate(**padded(whole), assistant_model=draft, **GREEDY, **earlier)
         accepted.append(draft.last_stats.accepted)
