@@ -47,7 +47,7 @@ demo-smollm2: out/smollm2/target/origin.json ## stream a published chat model's 
 smollm2: out/smollm2/target/origin.json ## data, training and measurements of that draft; hours, goes on where it stopped
 	$(MAKE) -C examples/smollm2 PY=$(abspath $(PY)) $(ARGS)
 
-test: setup ## run the tests, in some ten minutes on two cores
+test: setup ## run the tests, in some eight minutes on two cores
 	$(PY) -m pytest $(WORKERS) $(ARGS)
 
 test-slow: setup ## run the others: rare paths, many types, examples, processes

@@ -94,6 +94,7 @@ def test_a_turn_goes_on_after_the_draft_was_cast(first_turn, target, draft):
 @pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda cache: pickle.loads(pickle.dumps(cache))])
 def test_a_copy_of_a_cache_goes_on_as_the_cache_does(first_turn, target, draft, duplicate):
     cache, whole = first_turn(2, eos_token_id=None)
+    draft.decoding = DecodingOptions(policy=FullBlock())  # which learns nothing meanwhile
     batch, options = padded(whole), GREEDY | {"eos_token_id": None}
     output = target.generate(**batch, past_key_values=duplicate(cache), assistant_model=draft, **options)
     num_rounds = draft.last_stats.rounds
@@ -130,7 +131,7 @@ def test_a_mask_over_tokens_that_no_cache_holds_is_refused(goes_on, cache):
 def test_the_draft_knows_the_earlier_turns(first_turn, target, draft):
     """With the cache and without it the same blocks are drafted and accepted."""
     cache, whole = first_turn(3)
-    accepted, draft.decoding = [], DecodingOptions(policy=FullBlock())  # which learns nothing meanwhile
+    accepted, draft.decoding = [], DecodingOptions(policy=FullBlock())
     for earlier in ({"past_key_values": cache}, {}):
         target.generate(**padded(whole), assistant_model=draft, **GREEDY, **earlier)
         accepted.append(draft.last_stats.accepted)
