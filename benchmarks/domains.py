@@ -146,7 +146,8 @@ class Workshop:
             draft = make_draft(name, target, tokenizer, block_size)
             arguments = DSparkTrainingArguments(
                 output_dir=str(folder), max_steps=self.steps, num_anchors=self.num_anchors, max_length=MAX_LENGTH,
-                feature_cache_dir=str(self.folder / f"features{'_mtp' * (name == 'mtp')}"), **TRAINING, **weights,
+                feature_cache_dir=str(self.folder / "-".join(["features", *map(str, draft.config.target_layer_ids)])),
+                **TRAINING, **weights,
             )  # fmt: skip
             optimizer = MuonWithAdamW(draft.named_parameters(), 4e-3, 0.05, lookup_tables=("markov_w", "proj.bias"))
             trainer = DSparkTrainer(

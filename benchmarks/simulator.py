@@ -359,14 +359,14 @@ def ahead() -> dict[str, Any]:
             facts["hits"] = hits = hits_of(row, blocks)
             found["machines"].append(facts | gains(row, ratio, hits, contention=slower or (1.0, 1.0)))
             if "compiled" in name:
-                found["batches"][regime] = [gains(row, ratio, hits, batch)["ahead"] for batch in BATCHES]
+                found["batches"][regime] = {batch: gains(row, ratio, hits, batch)["ahead"] for batch in BATCHES}
         names = ("tails", "ahead", "ahead_with_features")
         found["pays_from"][regime] = {name: pays_from(row, name) for name in names}
-        uniform = [
-            sum(chance * curve[budget // 7] for chance, curve in zip(*recorded.values(), strict=True))
+        uniform = {
+            budget: sum(chance * curve[budget // 7] for chance, curve in zip(*recorded.values(), strict=True))
             for budget in BUDGETS
-        ]
-        best = [best_fan_out(budget, *recorded.values())[1] for budget in BUDGETS]
+        }
+        best = {budget: best_fan_out(budget, *recorded.values())[1] for budget in BUDGETS}
         found["hits"][regime] = {"uniform": uniform, "best": best}
     return found
 

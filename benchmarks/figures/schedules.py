@@ -1,13 +1,12 @@
 """What schedulers gain, simulated: the paper's Figures 7 and 8, AdaSpec's attainment, jagged step times; and what
 drafting ahead does not."""
 
+from drafts import REGIMES
 from matplotlib.figure import Figure
 from style import INK, LIGHT_BLUE, METHODS, SCHEDULERS, drawn, finish, load, panels
 
 REPLAYED = "The rounds are recorded ones of the shipped pair (GSM8K, temperature 1)."
 ADASPEC = "AdaSpec, limit: expected"
-PREPARED, REQUESTS = (7, 14, 28, 56, 112), (1, 4, 16, 64)  # of `simulator.py ahead`
-REGIMES = {"greedy": "greedy", "sampled": "T = 1"}
 GPU_TIMES = "Step times: linear layers as measured on the GPU, and 1/16 of the shortest step for drafting."
 
 
@@ -127,6 +126,11 @@ def jagged_step_times() -> Figure:
     )
 
 
+def points(curve: dict[str, float]) -> tuple[list[int], list[float]]:
+    """Return the places and values of a curve as a result file holds it."""
+    return [*map(int, curve)], [*curve.values()]
+
+
 @drawn
 def drafting_ahead() -> Figure:
     """Draw how often a prepared block is the one that is needed, and what preparing is worth for many requests."""
@@ -134,15 +138,20 @@ def drafting_ahead() -> Figure:
     figure, axes = panels([["hits", "batches"]], 3.3)
     for (regime, name), colour in zip(REGIMES.items(), (METHODS["DSpark"], METHODS["DFlash"]), strict=True):
         for kind, line in (("best", "-"), ("uniform", ":")):
-            rates = [100 * rate for rate in found["hits"][regime][kind]]
-            axes["hits"].plot(
-                PREPARED, rates, color=colour, linestyle=line, marker="o", label=f"{name}, {kind} fan-out"
-            )
-        axes["batches"].plot(REQUESTS, found["batches"][regime], color=colour, marker="o")
+            blocks, rates = points(found["hits"][regime][kind])
+            style = {"color": colour, "linestyle": line, "marker": "o"}
+            axes["hits"].plot(blocks, [100 * rate for rate in rates], label=f"{name}, {kind}", **style)
+        requests, speeds = points(found["batches"][regime])
+        axes["batches"].plot(requests, speeds, color=colour, marker="o")
     axes["batches"].axhline(1.0, color=INK, linewidth=1)
     for axis, ticks, title, label in (
-        (axes["hits"], PREPARED, "prepared blocks that are needed, %", "blocks prepared in one verification"),
-        (axes["batches"], REQUESTS, "speed over drafting in turns", "concurrent requests"),
+        (
+            axes["hits"],
+            blocks,
+            "needed blocks of the best or a uniform fan-out, %",
+            "blocks prepared in one verification",
+        ),
+        (axes["batches"], requests, "speed over drafting in turns", "concurrent requests"),
     ):
         axis.set(title=title, xlabel=label, xscale="log", ylim=(0, None))
         axis.set_xticks(ticks, ticks)
