@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .small_batch_gemm import PackedWeight, may_gain, small_batch_linear
+from .small_batch_gemm import WAYS, PackedWeight, may_gain, small_batch_linear
 
 Route = tuple[dict[str, Any], types.MethodType]  # a layer's attributes, and the forward that replaces its own
 
@@ -42,7 +42,7 @@ class fast_linears:
     """
 
     def __init__(self, *models: nn.Module, packed: bool = False) -> None:
-        ways = ("onednn", "swapped", "packed") if packed else ("onednn", "swapped")
+        ways = WAYS if packed else WAYS[1:]
         modules = dict.fromkeys(module for model in models for module in model.modules())
         self._routes: list[Route] = [  # made once: rounds enter often
             (vars(module), types.MethodType(_forward, module))

@@ -17,6 +17,7 @@ from torch import nn
 
 MAX_ROWS = 128  # with more, all ways take the same time
 PACKED_FOR = 8  # rows that oneDNN chooses the layout for; it serves 1 to MAX_ROWS well
+WAYS = ("packed", "swapped", "onednn")  # the fastest first
 AMD, INTEL = "AuthenticAMD", "GenuineIntel"  # as CPUs name their makers
 
 
@@ -72,14 +73,15 @@ def small_batch_linear(
     """Multiply as `torch.nn.functional.linear` does, but for rounding; `packed` is the weight's."""
     if torch.compiler.is_compiling():
         return (torch.ops.hf_dspark.linear.default if in_graphs.wanted else F.linear)(input, weight, bias)
-    if not _is_served(input, weight, bias):
-        return F.linear(input, weight, bias)
     num_rows = input.shape[:-1].numel()
-    if packed is not None and may_gain("packed", weight, num_rows) and (prepacked := packed.of(weight)) is not None:
-        return onednn_linear(input, prepacked, bias)
-    if may_gain("swapped", weight, num_rows):
-        return swapped_linear(input, weight, bias)
-    return (onednn_linear if may_gain("onednn", weight, num_rows) else F.linear)(input, weight, bias)
+    for way in WAYS if packed is not None else WAYS[1:]:
+        if may_gain(way, weight, num_rows) and _is_served(input, weight, bias):
+            if way == "swapped":
+                return swapped_linear(input, weight, bias)
+            operand = weight if way == "onednn" else packed.of(weight)
+            if operand is not None:
+                return onednn_linear(input, operand, bias)
+    return F.linear(input, weight, bias)
 
 
 # Graphs of others keep PyTorch's products. In those that are traced meanwhile, the product is one operator, which
@@ -127,14 +129,14 @@ def may_gain(way: str, weight: torch.Tensor | None, num_rows: int | None = None)
     if weight is None:
         return False
     gain = gain_of(way, weight.dtype)
-    return (
+    return (  # what most layers fail first: each of them asks in every pass
         gain is not None
         and (num_rows is None or gain.least_rows <= num_rows <= gain.most_rows)
+        and weight.numel() >= gain.least_weights
         and type(weight) in (nn.Parameter, torch.Tensor)  # subclasses stand for something else
         and weight.device.type == "cpu"
         and weight.layout == torch.strided
         and weight.dim() == 2
-        and weight.numel() >= gain.least_weights
         and weight.is_contiguous()
     )
 
