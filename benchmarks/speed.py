@@ -5,9 +5,11 @@ python benchmarks/speed.py speed --output benchmarks/results/speed.json
 On a CPU, both are timed with packed weights, too: `speedup` is over plain `generate()` as users run it,
 `speedup_same_kernels` over plain `generate()` with packed weights, the stronger baseline. `learning` compares the
 default with the shipped table and calibration, and a draft that never pays with plain decoding. `tasks` attaches the
-draft in ten tasks, whose prompts `--data_dir` holds: `spec_bench/qa.jsonl` and others, `{"turns": [...]}` a line."""
+draft in ten tasks, whose prompts `--data_dir` holds: `spec_bench/qa.jsonl` and others, `{"turns": [...]}` a line;
+where the package economize is installed (`pip install --no-deps economize==0.3.2`), its prompt lookup runs, too."""
 
 import copy
+import importlib.util
 import itertools
 import json
 import math
@@ -29,6 +31,8 @@ TASKS = (
     "spec_bench/math_reasoning", "prompts/math500", "prompts/humaneval", "prompts/mbpp", "prompts/arena-hard-v2",
 )  # fmt: skip
 MOST_CHARACTERS = 800  # of a prompt
+NUM_MATCHED = 10  # tokens after a match that others propose
+LEAST_CALLS = 4  # of a cell: single calls differ by a factor of two
 TABLE = step_costs.SHIPPED_TABLES / "cpu_2_cores.pair.float32.json"
 
 
@@ -107,31 +111,46 @@ def tasks(
     num_prompts: int = 20,
     max_new_tokens: int = 64,
 ) -> Iterator[dict[str, Any]]:
-    """An attached draft without calibration and table, in each of ten tasks; over plain decoding, and over
-    transformers' prompt lookup, which takes one row."""
+    """An attached draft without calibration and table, in each of ten tasks; over plain decoding, over transformers'
+    prompt lookup, which takes one row, and over that of economize. Batches are decoded in turns, four at least."""
     target, draft, tokenizer = bench.load_pair(dtype, Path(folder))
 
     def ids_of(texts: list[str]) -> list[list[int]]:
         return [token_ids(as_chat(Prompt(text[:MOST_CHARACTERS]), tokenizer), tokenizer) for text in texts]
 
     bare, cells = unmeasured(draft), []
-    ways = {"plain": bench.Way(), "attached": bench.Way(bare, attached=True)}
-    lookup = {"lookup": bench.Way(options={"prompt_lookup_num_tokens": 10})}
     for (regime, sampling), size in itertools.product(bench.REGIMES.items(), rows):
         options = {"max_new_tokens": max_new_tokens, **sampling}
+        ways = {"plain": bench.Way(), "attached": bench.Way(bare, attached=True)} | others(target, regime, size)
         for index, ids in enumerate(ids_of(bench.held_out_prompts(12))):  # some 200 rounds, of another task
             bench.decode(target, [ids] * size, index, bare, **options)
         for task in TASKS:
             lines = (Path(data_dir) / f"{task}.jsonl").read_text().splitlines()[:num_prompts]
             ids = ids_of([json.loads(line)["turns"][0] for line in lines])
             batches = [ids[index : index + size] for index in range(0, len(ids), size)]
-            calls = bench.decode_in_turns(target, ways | (lookup if size == 1 else {}), batches, label=task, **options)
+            batches *= -(-LEAST_CALLS // len(batches))
+            calls = bench.decode_in_turns(target, ways, batches, label=task, **options)
             found = {name: of_calls(each) for name, each in calls.items()}
             cell = {"task": Path(task).name, "rows": size, "regime": regime}
             for over in found.keys() - {"attached"}:
                 cell[f"over_{over}"], cell[f"over_{over}_in_all"] = map(truediv, found[over], found["attached"])
             cells.append(cell)
             yield {"num_prompts": num_prompts, "load": os.getloadavg()[0], "cells": cells}
+
+
+def others(target, regime: str, rows: int) -> dict[str, bench.Way]:
+    """Return the prompt lookup of others, with 10 tokens of a match at most: of whom takes so many rows."""
+    found = {"lookup": bench.Way(options={"prompt_lookup_num_tokens": NUM_MATCHED})} if rows == 1 else {}
+    if importlib.util.find_spec("economize") is not None:
+        from economize import DecodeConfig, apply
+        from economize.integrations.generate import EconomizeGenerate
+        from economize.techniques.lookup import LookupConfig
+
+        verifier = {"greedy": "greedy", "sampled": "rejection"}[regime]
+        decoding = DecodeConfig(cycle_length=1 + NUM_MATCHED, verifier=verifier)
+        call = EconomizeGenerate(apply(target, LookupConfig()), decoding)
+        found["economize"] = bench.Way(options={"custom_generate": call})
+    return found
 
 
 def unmeasured(draft: DSparkDraftModel) -> DSparkDraftModel:

@@ -480,11 +480,11 @@ def tasks() -> Rows:
     named = dict.fromkeys(cell["task"] for cell in cells)
     yield "over", "", "rows", *(TASKS.get(task, task) for task in named)
     sizes = dict.fromkeys((cell["regime"], cell["rows"]) for cell in cells)
-    for over, (regime, rows) in itertools.product(("plain", "lookup"), sizes):
+    rivals = {"plain": "plain", "lookup": "prompt lookup", "economize": "that of economize"}
+    for over, (regime, rows) in itertools.product(rivals, sizes):
         own = {cell["task"]: cell for cell in cells if (cell["regime"], cell["rows"]) == (regime, rows)}
-        ratios = [number(own[task].get(f"over_{over}_in_all")) for task in named]
-        if over == "plain" or rows == 1:
-            yield over.replace("lookup", "prompt lookup"), REGIMES[regime], rows, *ratios
+        if all(f"over_{over}_in_all" in cell for cell in own.values()):
+            yield rivals[over], REGIMES[regime], rows, *(number(own[task][f"over_{over}_in_all"]) for task in named)
 
 
 @table("finetune")
