@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from hf_dspark.sampling.drafts import DraftTree, DraftTrees
 from hf_dspark.scheduling import step_costs
 from hf_dspark.scheduling.costs import Load, ThroughputTable
 from hf_dspark.scheduling.learning import Experience, LearnedAcceptance, LearnedCosts, LearnedCurve, ReprobeCounter
@@ -76,6 +77,25 @@ def test_confidences_are_corrected_by_position_and_older_rounds_fade(noise):
         assert learned.corrected(shown)[0].tolist() == pytest.approx(list(chances), abs=0.12)
     assert learned.corrected(torch.tensor([[0.0, 1.0]])).tolist() == [[0.0, 1.0]]  # a broken slot stays one
     assert learned.corrected(torch.tensor([[0.5, 0.7, 0.6]]))[0, 2] == pytest.approx(0.6)
+
+
+def test_drafting_is_priced_by_the_speed_of_the_latest_rounds_whatever_these_drafted():
+    costs = LearnedCosts(ThroughputTable((1, 8, 64), (50, 48, 40), 0.004), 7)
+    trees = DraftTrees([DraftTree([3], [0], [1])])
+
+    def play(rounds, speed, drafting, drafts=None):
+        past = (0,), None, torch.tensor([1]), torch.tensor([0])
+        outcome = RoundOutcome(*past, seconds=(0.1 + drafting) / speed, drafted=drafting > 0, drafts=drafts)
+        for _ in range(rounds):
+            costs.observe(Load(), replace(outcome, draft_seconds=drafting / speed))
+        return costs.at(Load())
+
+    assert play(32, speed=1.0, drafting=0.02).drafting == pytest.approx(0.02, rel=0.02)
+    assert play(32, speed=2.0, drafting=0.0).drafting == pytest.approx(0.01, rel=0.02)
+    assert play(32, speed=2.0, drafting=0.03, drafts=trees).growth[False] == pytest.approx(1.5, rel=0.02)
+    later = play(128, speed=0.5, drafting=0.03, drafts=trees)
+    assert later.drafting == pytest.approx(0.04, rel=0.02) and later.growth[False] == pytest.approx(1.5, rel=0.02)
+    assert play(128, speed=0.5, drafting=0.01, drafts=trees).growth[False] == 1.0  # not less than a chain takes
 
 
 # ---- whether to draft

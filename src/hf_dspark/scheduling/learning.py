@@ -43,7 +43,7 @@ class LearnedCurve:
 
     def __init__(self, sizes: Sequence[int], seconds: Sequence[float], context_seconds: float = 0.0) -> None:
         self._sizes, self._logs = np.log2(sizes), np.log(seconds)
-        self._weights, self._scale = np.zeros(len(sizes)), 1.0
+        self._weights, self.scale = np.zeros(len(sizes)), 1.0
         self._rounds: deque[tuple[float, float, float]] = deque(maxlen=RECENT)  # size, seconds, cached tokens
         self._context_seconds = context_seconds
         self._context, self._spread = 0.0, 0.0  # mean and variance of the cached tokens
@@ -51,13 +51,13 @@ class LearnedCurve:
     @property
     def context_seconds(self) -> float:
         """Seconds that each cached token adds."""
-        return self._context_seconds * self._scale
+        return self._context_seconds * self.scale
 
     @property
     def seconds(self) -> np.ndarray:
         """Of all sizes, `[n]`."""
         rising, falling = np.maximum.accumulate(self._logs), np.minimum.accumulate(self._logs[::-1])[::-1]
-        return np.exp((rising + falling) / 2) * self._scale
+        return np.exp((rising + falling) / 2) * self.scale
 
     def at(self, sizes: float | np.ndarray) -> np.ndarray:
         """Return the seconds of some sizes."""
@@ -70,7 +70,7 @@ class LearnedCurve:
         bases = np.exp(np.interp(places, self._sizes, self._logs)) + self._context_seconds * contexts
         errors = np.log(taken / bases)
         scale, middle = np.median(errors), len(errors) // 2
-        self._scale = float(np.exp(scale))
+        self.scale = float(np.exp(scale))
         if len(errors) < RECENT:
             return
         step = np.clip(errors[middle] - scale, -LARGEST_STEP, LARGEST_STEP)
@@ -143,10 +143,14 @@ class LearnedCosts:
 
     def _table(self, requests: float | np.ndarray) -> ThroughputTable:
         """Return the costs of so many requests, one number for all tokens or one for each."""
-        passes, drafting = self._passes.seconds, self._drafting.at(requests) + np.zeros(len(self._tokens))
+        passes, drafting = self._passes.seconds, self._drafting_of(requests) + np.zeros(len(self._tokens))
         rates, growth = (1 / (passes + drafting)).tolist(), tuple(float(each.seconds[0]) for each in self._growth)
         costs = float(drafting[0]), self._passes.context_seconds
         return ThroughputTable(self._tokens, tuple(rates), *costs, growth=growth)
+
+    def _drafting_of(self, requests: float | np.ndarray) -> float | np.ndarray:
+        """Return the seconds of drafting chains, on a machine as fast as its latest rounds, drafted or not."""
+        return self._drafting.at(requests) * self._passes.scale
 
     def observe(self, load: Load, outcome: RoundOutcome) -> None:
         """Learn from a round whose requests had all been decoded before: new ones let the draft read their prompts."""
@@ -159,9 +163,10 @@ class LearnedCosts:
             pass  # its heads alone ran
         elif isinstance(outcome.drafts, DraftTrees):
             is_drawn = any(tree.distributions for tree in outcome.drafts.trees)
-            self._growth[is_drawn].add(1, drafting / float(self._drafting.at(load.num_requests)))
+            growth = drafting / float(self._drafting_of(load.num_requests))
+            self._growth[is_drawn].add(1, max(1.0, growth))  # chains take no more: some of their rounds were slow
         else:
-            self._drafting.add(load.num_requests, drafting)
+            self._drafting.add(load.num_requests, drafting / self._passes.scale)
         if self._keep is not None and self.rounds >= KEPT_AFTER and self.rounds & (self.rounds - 1) == 0:
             with contextlib.suppress(OSError):  # a read-only place: the next process learns again
                 self._keep(self.table(), learned_rounds=self.rounds)
