@@ -92,10 +92,12 @@ def test_drafting_is_priced_by_the_speed_of_the_latest_rounds_whatever_these_dra
 
     assert play(32, speed=1.0, drafting=0.02).drafting == pytest.approx(0.02, rel=0.02)
     assert play(32, speed=2.0, drafting=0.0).drafting == pytest.approx(0.01, rel=0.02)
-    assert play(32, speed=2.0, drafting=0.03, drafts=trees).growth[False] == pytest.approx(1.5, rel=0.02)
+    play(32, speed=2.0, drafting=0.02)
+    assert play(16, speed=2.0, drafting=0.03, drafts=trees).growth[False] == pytest.approx(1.5, rel=0.02)
     later = play(128, speed=0.5, drafting=0.03, drafts=trees)
     assert later.drafting == pytest.approx(0.04, rel=0.02) and later.growth[False] == pytest.approx(1.5, rel=0.02)
-    assert play(128, speed=0.5, drafting=0.01, drafts=trees).growth[False] == 1.0  # not less than a chain takes
+    play(32, speed=0.5, drafting=0.02)  # a tree takes no less than these, however slow they were
+    assert play(16, speed=2.0, drafting=0.03, drafts=trees).growth[False] == 1.0
 
 
 # ---- whether to draft

@@ -63,8 +63,8 @@ class LearnedCurve:
         """Return the seconds of some sizes."""
         return np.interp(np.log2(sizes), self._sizes, self.seconds)
 
-    def add(self, size: float, seconds: float, context: int = 0) -> None:
-        """Learn from one round of a size, with so many cached tokens."""
+    def add(self, size: float, seconds: float, context: int = 0) -> float:
+        """Learn from one round of a size, with so many cached tokens. Return what it took over what the shape says."""
         self._rounds.append((np.log2(size), max(seconds, 1e-9), context))
         places, taken, contexts = np.array(self._rounds).T
         bases = np.exp(np.interp(places, self._sizes, self._logs)) + self._context_seconds * contexts
@@ -72,7 +72,7 @@ class LearnedCurve:
         scale, middle = np.median(errors), len(errors) // 2
         self.scale = float(np.exp(scale))
         if len(errors) < RECENT:
-            return
+            return float(np.exp(errors[-1]))
         step = np.clip(errors[middle] - scale, -LARGEST_STEP, LARGEST_STEP)
         near = 8.0 ** -np.abs(self._sizes - places[middle])
         self._weights += near
@@ -82,6 +82,7 @@ class LearnedCurve:
         self._spread += LEAST_WEIGHT * (away**2 - self._spread)
         slope = LEAST_WEIGHT * step * bases[middle] * away / (self._spread + away**2 + 1.0)
         self._context_seconds = max(0.0, self._context_seconds + slope)
+        return float(np.exp(errors[-1]))
 
 
 @dataclass
@@ -126,6 +127,7 @@ class LearnedCosts:
         self._drafting = LearnedCurve(REQUESTS, [max(known.drafting, 1e-3 * passes[0])] * len(REQUESTS))
         self._growth = [LearnedCurve((1,), (growth,)) for growth in known.growth]
         self.rounds, self.plain = 0, ReprobeCounter(FIRST_PLAIN, RARELY)
+        self._chains_scale, self._trees_in_a_row = 1.0, 0  # when chains were drafted last, and rounds with trees since
         self._tables: dict[int, tuple[int, ThroughputTable]] = {}  # by the number of requests, and when it was made
 
     def at(self, load: Load) -> ThroughputTable:
@@ -156,20 +158,29 @@ class LearnedCosts:
         """Learn from a round whose requests had all been decoded before: new ones let the draft read their prompts."""
         self.rounds += 1
         tokens, drafting = load.base_tokens + int(outcome.lengths.sum()), outcome.draft_seconds
-        self._passes.add(tokens, outcome.seconds - drafting, load.context_tokens)
+        slowness = self._passes.add(tokens, outcome.seconds - drafting, load.context_tokens)
         if not outcome.drafted:
             self.plain.rounds = 0
         elif outcome.is_tail:
             pass  # its heads alone ran
         elif isinstance(outcome.drafts, DraftTrees):
-            is_drawn = any(tree.distributions for tree in outcome.drafts.trees)
-            growth = drafting / float(self._drafting_of(load.num_requests))
-            self._growth[is_drawn].add(1, max(1.0, growth))  # chains take no more: some of their rounds were slow
+            self._observe_trees(load, outcome, slowness)
         else:
-            self._drafting.add(load.num_requests, drafting / self._passes.scale)
+            self._chains_scale, self._trees_in_a_row = self._passes.scale, 0
+            self._drafting.add(load.num_requests, drafting / slowness)
         if self._keep is not None and self.rounds >= KEPT_AFTER and self.rounds & (self.rounds - 1) == 0:
             with contextlib.suppress(OSError):  # a read-only place: the next process learns again
                 self._keep(self.table(), learned_rounds=self.rounds)
+
+    def _observe_trees(self, load: Load, outcome: RoundOutcome, slowness: float) -> None:
+        """Learn what trees add to drafting, by the rounds with chains shortly before; later ones tell of both."""
+        growth = self._growth[any(tree.distributions for tree in outcome.drafts.trees)]
+        if self._trees_in_a_row < RECENT:
+            chains = float(self._drafting.at(load.num_requests)) * self._chains_scale
+            growth.add(1, max(1.0, outcome.draft_seconds / chains))  # never less, if some of their rounds were slow
+        else:
+            self._drafting.add(load.num_requests, outcome.draft_seconds / float(growth.seconds[0]) / slowness)
+        self._trees_in_a_row += 1
 
 
 class LearnedAcceptance:
