@@ -31,6 +31,7 @@ FORGETTING = 0.995  # of what confidences said, with each round
 PRIOR_PRECISION = (8.0, 0.5)  # of slope 1 and offset 0, in rounds that say as much
 TREES_AFTER, TREES_TRIED = 16, 16  # rounds with chains before trees are tried, and how many
 TESTS_KEPT = 4096  # of nodes, some hundred rounds
+ODD = 0xD1B54A32D192ED03  # another one than that of earlier answers, which change the same seeds
 
 
 class LearnedCurve:
@@ -129,6 +130,7 @@ class LearnedCosts:
         self.rounds, self.plain = 0, ReprobeCounter(FIRST_PLAIN, RARELY)
         self._chains_scale, self._trees_in_a_row = 1.0, 0  # when chains were drafted last, and rounds with trees since
         self._tables: dict[int, tuple[int, ThroughputTable]] = {}  # by the number of requests, and when it was made
+        self._sampled_calls = 0
 
     def at(self, load: Load) -> ThroughputTable:
         """Return the costs of rounds of so many requests, as known before the coming one."""
@@ -153,6 +155,11 @@ class LearnedCosts:
     def _drafting_of(self, requests: float | np.ndarray) -> float | np.ndarray:
         """Return the seconds of drafting chains, on a machine as fast as its latest rounds, drafted or not."""
         return self._drafting.at(requests) * self._passes.scale
+
+    def new_key(self) -> int:
+        """Return the key of the next sampled call, see [`Policy.new_key`]: of any domain, as they share the costs."""
+        self._sampled_calls += 1
+        return (self._sampled_calls - 1) * ODD % 2**63
 
     def observe(self, load: Load, outcome: RoundOutcome) -> None:
         """Learn from a round whose requests had all been decoded before: new ones let the draft read their prompts."""

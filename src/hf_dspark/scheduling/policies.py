@@ -68,6 +68,11 @@ class Policy:
         object copied: each `generate()` call works with its own."""
         return dataclasses.replace(self) if dataclasses.is_dataclass(self) else copy.deepcopy(self)
 
+    def new_key(self) -> int:
+        """Return a number below 2^63 to change a sampled call's seed by: another one for each call of a policy that
+        remembers earlier ones. A seed may return, and its noise must not: what it remembers was drawn by that."""
+        return 0
+
     def plan_draft(self, load: Load) -> bool | Literal["tail"]:
         """Tell whether to draft at all this round; asked before anything is drawn.
 

@@ -137,6 +137,9 @@ class Scheduler(Policy):
     def draws_tails(self) -> bool:
         return self.tails
 
+    def new_key(self) -> int:
+        return 0 if self._experience is None else self._experience.costs.new_key()
+
     # ---- whether to draft
 
     def plan_draft(self, load: Load) -> bool | Literal["tail"]:
