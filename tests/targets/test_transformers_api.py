@@ -8,7 +8,7 @@ import transformers
 from torch import nn
 
 from hf_dspark.targets import transformers_api
-from hf_dspark.targets.transformers_api import cache_argument, output_cache_name, pop_cache, warn_if_untested
+from hf_dspark.targets.transformers_api import ATTENDS, cache_argument, output_cache_name, pop_cache, warn_if_untested
 
 
 class Named(nn.Module):
@@ -28,6 +28,14 @@ def asked_anew():
     warn_if_untested.cache_clear()
     yield
     warn_if_untested.cache_clear()
+
+
+def test_a_config_keeps_how_it_attends_under_the_name_that_is_written(make_target):
+    config = make_target().config
+    vars(config)[ATTENDS] = "eager"
+    assert config._attn_implementation == "eager"
+    config._attn_implementation = "sdpa"
+    assert vars(config)[ATTENDS] == "sdpa"
 
 
 def test_cache_argument_is_the_one_that_forward_takes(make_target):

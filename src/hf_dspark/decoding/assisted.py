@@ -20,7 +20,7 @@ from ..sampling.drafts import Verified
 from ..scheduling.options import DecodingOptions
 from ..scheduling.rounds import RoundSeconds
 from ..targets import int8_outliers
-from ..targets.feature_capture import FeatureCapture, remove_hook
+from ..targets.feature_capture import FeatureCapture, add_hook, remove_hook
 from ..targets.int8_outliers import outliers_of_each
 from .checks import processor_obstacles, refuse
 from .drafter import Drafter, Proposal
@@ -103,15 +103,15 @@ class DSparkCandidateGenerator(CandidateGenerator):
         self._capture = FeatureCapture(self._drafter.support, draft.config.target_layer_ids)
         self._request: Request | None = None
         self._proposal: Proposal | None = None
-        self._hooks = (self._start_pass, self._end_pass)
+        self._hooks = (target, self._start_pass, True), (target, self._end_pass, False)
         self._entered = ExitStack()
         self._pass_started = self._pass_seconds = 0.0
         self._round_started: float | None = None  # None in the prefill
 
     def __enter__(self) -> "DSparkCandidateGenerator":
         self._capture.attach()
-        self._target.register_forward_pre_hook(self._hooks[0], with_kwargs=True)
-        self._target.register_forward_hook(self._hooks[1])
+        for hook in self._hooks:
+            add_hook(*hook)
         return self
 
     def __exit__(self, *error: Any) -> None:
@@ -120,7 +120,7 @@ class DSparkCandidateGenerator(CandidateGenerator):
     def restore(self) -> None:
         """Leave the target as it was; also after an interrupt has kept it from being entered or left."""
         for hook in self._hooks:
-            remove_hook(self._target, hook)
+            remove_hook(*hook)
         self._capture.restore()
         self._entered.close()
         int8_outliers.restore()
@@ -151,7 +151,7 @@ class DSparkCandidateGenerator(CandidateGenerator):
         Returns them with l draft tokens after them, `[1, S+l]`, and the log draft distribution `[1, l, V]`: `None`
         when l = 0 or when drafts are arg-max. The first call comes before the prefill, when there are no features yet.
         """
-        if self._hooks[0] not in self._target._forward_pre_hooks.values():
+        if self._hooks[0][1] not in self._target._forward_pre_hooks.values():
             raise RuntimeError("the candidate generator reads the target by hooks: enter it, with generator: ...")
         if is_first_iteration:
             return input_ids, None

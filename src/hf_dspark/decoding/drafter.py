@@ -332,11 +332,12 @@ class Drafter:
         """Record the outcome of a round, and let the policy learn from it.
         Requests that ended gain less than accepted + 1 tokens."""
         observer, drafts, target_logits = self._options.observer, verified.drafts, None
+        confidence = drafts.confidence
         if proposal.drafted and isinstance(drafts, DraftBlock):
             self._give_up(requests, drafts.rows)
-            if drafts.confidence is None and drafts.confidence_logits is not None:
-                confidence = self._calibrated(drafts.confidence_logits, slice(drafts.token_ids.shape[1]))
-                drafts = replace(drafts, confidence=confidence.nan_to_num(0.0))
+            if confidence is None and drafts.confidence_logits is not None:
+                slots = slice(drafts.token_ids.shape[1])
+                confidence = self._calibrated(drafts.confidence_logits, slots).nan_to_num(0.0)
         if self.statistics.first_round_at is None:
             self.statistics.first_round_at = time.perf_counter() - seconds.total
         if observer is not None:
@@ -344,7 +345,7 @@ class Drafter:
             target_logits = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
         outcome = RoundOutcome(
             request_ids=tuple(request.id for request in requests),
-            confidence=drafts.confidence,
+            confidence=confidence,
             lengths=drafts.lengths,
             num_accepted=verified.num_accepted,
             seconds=seconds.total,

@@ -145,8 +145,9 @@ class StopRule:
     ) -> tuple[int, bool]:
         """Return how many of the new tokens that end a sequence `[S]` stay, and whether it ends there. `scores` are
         the processed ones of all its tokens, `[V]` each, if they are kept."""
+        before = token_ids.shape[0] - len(new_tokens)
         for count, token in enumerate(new_tokens, start=1):
-            length, left_out = len(token_ids) - len(new_tokens) + count, len(new_tokens) - count
+            length, left_out = before + count, len(new_tokens) - count
             ends = token in self.eos_token_ids or length >= max_length
             if self._others:
                 ends |= self._any_other(token_ids[None, :length], scores[: len(scores) - left_out])
@@ -246,7 +247,7 @@ class Request:
 
     @property
     def length(self) -> int:
-        return len(self.token_ids)
+        return self.token_ids.shape[0]
 
     @property
     def anchor(self) -> torch.Tensor:

@@ -59,12 +59,13 @@ class Borrowed(NamedTuple):
 
 def input_device(module: nn.Module) -> torch.device:
     """Return where a module wants its input; between calls, offloaded weights live on the meta device."""
-    hook = getattr(module, "_hf_hook", None)
+    hook = vars(module).get("_hf_hook")
     for part in getattr(hook, "hooks", [hook]):  # accelerate chains several
         if getattr(part, "execution_device", None) is not None:
             return torch.device(part.execution_device)
+    weight = module._parameters.get("weight")
     # Packed weights have names of their own, and may be buffers.
-    return next(itertools.chain(module.parameters(), module.buffers())).device
+    return (next(itertools.chain(module.parameters(), module.buffers())) if weight is None else weight).device
 
 
 def lm_head_of(target: PreTrainedModel) -> nn.Module:
@@ -79,6 +80,8 @@ def lm_head_of(target: PreTrainedModel) -> nn.Module:
 
 def scale_inside(embedding: nn.Module) -> float | None:
     """Return the factor by which an embedding scales its own rows, as Gemma's does; `None` if it does not."""
+    if type(embedding) is nn.Embedding:  # which has neither, and takes long to miss them
+        return None
     scale = getattr(embedding, "scalar_embed_scale", getattr(embedding, "embed_scale", None))
     return None if scale is None else float(scale)
 

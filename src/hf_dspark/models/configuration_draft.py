@@ -156,6 +156,9 @@ class DraftConfig(PreTrainedConfig):
     bos_token_id: int | None = None
     eos_token_id: int | list[int] | None = None
 
+    # transformers looks for other names, and for layers that differ: a draft has neither, and a round asks often.
+    __getattribute__ = object.__getattribute__
+
     def __post_init__(self, **kwargs: Any) -> None:
         if self.head_dim is None:
             self.head_dim = self.hidden_size // max(self.num_attention_heads, 1)

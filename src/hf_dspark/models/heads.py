@@ -40,10 +40,10 @@ class VanillaMarkovHead(nn.Module):
         self, scores: torch.Tensor, transitions: torch.Tensor, candidate_ids: torch.Tensor | None = None
     ) -> torch.Tensor:
         """Return scores `[F, V]`, or `[F, n]` of candidates, with the bias of r-vectors `[F, r]`."""
-        weight = self.markov_w2.weight
-        is_plain = type(self.markov_w2) is nn.Linear and scores.dtype == transitions.dtype == weight.dtype
-        if is_plain and candidate_ids is None and scores.device.type != "cpu":  # there, linear layers are faster
-            return torch.addmm(scores, transitions, weight.t())
+        if candidate_ids is None and scores.device.type != "cpu":  # there, linear layers are faster
+            weight = self.markov_w2.weight
+            if type(self.markov_w2) is nn.Linear and scores.dtype == transitions.dtype == weight.dtype:
+                return torch.addmm(scores, transitions, weight.t())
         return scores.float() + self.bias(transitions, candidate_ids)
 
     def teacher_forced(self, embedding: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:

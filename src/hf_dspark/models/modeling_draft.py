@@ -281,7 +281,8 @@ class DraftModel(PreTrainedModel):
 
     def as_input(self, states: torch.Tensor) -> torch.Tensor:
         """Return states on the draft's device, in the dtype it computes in, whatever its weights are stored in."""
-        return states.to(device=self.device, dtype=self.dtype)
+        own = next(each for each in self.parameters() if each.is_floating_point())  # one walk through all modules
+        return states.to(own.device, own.dtype)
 
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
         """Return embedding rows, scaled, on the draft's device and in its dtype; `[..., d]`."""
@@ -290,7 +291,7 @@ class DraftModel(PreTrainedModel):
         # Gemma and others scale inside the module, Granite outside of it; some drafts read bare rows.
         inside = scale_inside(embedding)
         differs = inside not in (None, 1.0) and abs(scale / inside - 1) > SAME_SCALE
-        is_bare = differs or (hasattr(embedding, "embed_norm") and not self.config.embedding_norm)
+        is_bare = differs or (not self.config.embedding_norm and hasattr(embedding, "embed_norm"))
         rows = F.embedding(token_ids, embedding.weight) if is_bare else embedding(token_ids)
         if scale != 1.0 and (inside is None or differs):
             rows = rows * scale

@@ -4,7 +4,7 @@ DFlash is the special case `markov_rank=0`. One backbone serves every target fam
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -173,10 +173,11 @@ class DSparkDraftModel(DraftModel):
     ) -> torch.Tensor:
         num_slots, starts = self.config.num_slots, cache.lengths[: len(counts)]
         after_context = tuple(start + count for start, count in zip(starts, counts, strict=True))
-        contexts = SlotLayout(starts, tuple(counts))
         blocks = SlotLayout(after_context, (num_slots,) * len(counts))  # written after the context and never counted
         # Of a single request, both are written at once.
-        written = (contexts, blocks) if len(counts) > 1 else (SlotLayout(starts, (counts[0] + num_slots,)),)
+        is_single = len(counts) == 1
+        contexts = SlotLayout(starts, (counts[0] + num_slots,) if is_single else tuple(counts))
+        written = (contexts,) if is_single else (contexts, blocks)
         drafting = CachedPass(cache, written, blocks, firsts=cache.first_seen(after_context))
         return self.read_cached(anchor_ids, features, drafting)
 
@@ -211,26 +212,30 @@ class DSparkDraftModel(DraftModel):
         a tail the n slots are later ones of a block.
         """
         tokens, state, top_k, kept_ids = anchor_ids, None, self.config.draft_top_k, self.draft_token_ids()
-        best = None if top_k is None else largest(base_logits, top_k)[1]
+        head, confidence_head, start = self.markov_head, self.confidence_head, self.config.markov_start
+        embed = None if head is None else self.markov_embedding
         successors = self.successors()
-        if self.markov_head is not None and self.markov_head.reads_anchor_slot and not self.config.sample_from_anchor:
-            _, state = self.markov_head.transition(self.markov_embedding(tokens), hidden[:, 0], None)
-        hidden = self.predicting(hidden)[:, : base_logits.shape[1]]
+        if head is not None and head.reads_anchor_slot and not self.config.sample_from_anchor:
+            _, state = head.transition(embed(tokens), hidden[:, 0], None)
+        num_levels = base_logits.shape[1]
+        hidden = self.predicting(hidden)[:, :num_levels]
+        best = [None] * num_levels if top_k is None else largest(base_logits, top_k)[1].unbind(dim=1)
+        slots = zip(base_logits.unbind(dim=1), hidden.unbind(dim=1), best, strict=True)
+        reads_confidence = confidence_head is not None and sampler.reads_confidence
         embeddings, rows = [], None  # the request of each node of a level; `None`: one node of each
-        for depth in range(base_logits.shape[1]):
-            scores, node_hidden = of_nodes(base_logits, rows, depth), of_nodes(hidden, rows, depth)
-            candidates = None if best is None else of_nodes(best, rows, depth)
+        for depth, slot in enumerate(slots):
+            scores, node_hidden, candidates = slot if rows is None else (of_nodes(each, rows) for each in slot)
             if successors is not None:
                 candidates = with_successors(candidates, successors(tokens))
             scores = scores if candidates is None else scores.gather(-1, candidates)
-            if self.markov_head is not None:
-                embeddings.append(self.markov_embedding(tokens))
-                transition, state = self.markov_head.transition(embeddings[-1], node_hidden, state)
-                if is_tail or depth >= self.config.markov_start:
-                    scores = self.markov_head.added_to(scores, transition, candidates)  # Eq. 4
+            if head is not None:
+                embeddings.append(embed(tokens))
+                transition, state = head.transition(embeddings[-1], node_hidden, state)
+                if is_tail or depth >= start:
+                    scores = head.added_to(scores, transition, candidates)  # Eq. 4
             confidence = None
-            if self.confidence_head is not None and sampler.reads_confidence:
-                confidence = self.confidence_head(node_hidden, embeddings[-1] if embeddings else None).float()
+            if reads_confidence:
+                confidence = confidence_head(node_hidden, embeddings[-1] if embeddings else None).float()
             if kept_ids is not None:  # the target's tokens
                 candidates = kept_ids.expand(len(tokens), -1) if candidates is None else kept_ids[candidates]
             level = sampler(scores.float(), candidates, confidence)
@@ -240,15 +245,15 @@ class DSparkDraftModel(DraftModel):
             if parents is not None:
                 rows = parents if rows is None else [rows[parent] for parent in parents]
                 state = None if state is None else state[to_device(parents, state.device)]
-        if self.confidence_head is None:
+        if confidence_head is None:
             return sampler.finish()
         stacked = torch.stack(embeddings, dim=1) if embeddings else None
-        return sampler.finish(self.confidence_head(hidden, stacked).float())  # Eq. 7
+        return sampler.finish(confidence_head(hidden, stacked).float())  # Eq. 7
 
-    def markov_embedding(self, token_ids: torch.Tensor) -> torch.Tensor:
-        """Return what the Markov head reads of tokens x_{k-1}: rows of W_1, or without one the target's."""
-        first = self.markov_head.markov_w1
-        return self.embed(token_ids) if first is None else first(token_ids)
+    @property
+    def markov_embedding(self) -> Callable[[torch.Tensor], torch.Tensor]:
+        """What turns tokens x_{k-1} into what the Markov head reads: rows of W_1, or without one the target's."""
+        return self.markov_head.markov_w1 or self.embed
 
     def predicting(self, per_slot: torch.Tensor) -> torch.Tensor:
         """Return the γ slots that predict, `[..., γ, *]` of `[..., slots, *]`."""
@@ -299,10 +304,8 @@ class DSparkDraftModel(DraftModel):
         return logits if self.markov_head is None else logits + self.markov_head.bias(*transitions)
 
 
-def of_nodes(by_slot: torch.Tensor, rows: list[int] | None, slot: int) -> torch.Tensor:
-    """Return what each node of a level reads of its request's slot, `[F, *]` of `[R, slots, *]`."""
-    if rows is None:
-        return by_slot[:, slot]
-    if len(by_slot) == 1:
-        return by_slot[:, slot].expand(len(rows), -1)
-    return by_slot[to_device(rows, by_slot.device), slot]
+def of_nodes(of_slot: torch.Tensor | None, rows: list[int]) -> torch.Tensor | None:
+    """Return what each node of a level reads of its request's slot, `[F, *]` of `[R, *]`."""
+    if of_slot is None:
+        return None
+    return of_slot.expand(len(rows), -1) if len(of_slot) == 1 else of_slot[to_device(rows, of_slot.device)]

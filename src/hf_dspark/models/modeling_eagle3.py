@@ -210,10 +210,10 @@ class Eagle3DraftModel(DraftModel):
         nodes, firsts = NodeSlots(starts, cache), cache.first_seen(starts)
         slots, rows = None, None  # logits of P-EAGLE's slots, and which request each node of a level is of, if not one
         if self.mask_hidden is not None:
-            slots = self.base_logits(self.norm(hidden[:, :num_tokens]))
+            slots = self.base_logits(self.norm(hidden[:, :num_tokens])).unbind(dim=1)
         for depth in range(1, 1 + (num_tokens or self.config.block_size)):
             if slots is not None:
-                scores = of_nodes(slots, rows, depth - 1)
+                scores = slots[depth - 1] if rows is None else of_nodes(slots[depth - 1], rows)
             else:
                 normed = self.norm(hidden)
                 hidden = normed if self.config.norm_output else hidden

@@ -10,6 +10,8 @@ import functools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
+from operator import add
 from typing import Any, NoReturn
 
 import numpy as np
@@ -39,30 +41,24 @@ class SlotLayout:
     parents: tuple[tuple[int, ...], ...] | None = None
     # Whether each token is computed by itself: a masked NaN spreads to the other tokens of its pass.
     singly: bool = False
+    # Of this pass: its rows and tokens, the tokens of its longest row, and where each row starts among them. All of it
+    # is asked for in each layer.
+    num_rows: int = field(init=False, compare=False)
+    num_tokens: int = field(init=False, compare=False)
+    width: int = field(init=False, compare=False)
+    first_tokens: tuple[int, ...] = field(init=False, compare=False)
+    end: int = field(init=False, compare=False)  # slots that hold something after it, in the longest row
     _by_device: dict[Any, tuple[torch.Tensor, ...]] = field(default_factory=dict, init=False, compare=False)
 
-    @property
-    def num_rows(self) -> int:
-        return len(self.counts)
-
-    @functools.cached_property
-    def num_tokens(self) -> int:
-        return sum(self.counts)
-
-    @functools.cached_property
-    def width(self) -> int:
-        """Tokens of the longest row in this pass."""
-        return max(self.counts)
-
-    @functools.cached_property
-    def end(self) -> int:
-        """Slots that hold something after this pass, in the longest row."""
-        return max(start + count for start, count in zip(self.starts, self.counts, strict=True))
-
-    @functools.cached_property
-    def first_tokens(self) -> tuple[int, ...]:
-        """Where each row starts in the packed sequence."""
-        return tuple(sum(self.counts[:row]) for row in range(self.num_rows))
+    def __post_init__(self) -> None:
+        first_tokens = (0, *accumulate(self.counts))
+        vars(self).update(
+            num_rows=len(self.counts),
+            num_tokens=first_tokens[-1],
+            width=max(self.counts),
+            first_tokens=first_tokens[:-1],
+            end=max(map(add, self.starts, self.counts)),
+        )
 
     def _index(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return row in this pass, column and slot of each token, `[T]` each; made once per device."""

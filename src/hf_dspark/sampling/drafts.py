@@ -7,6 +7,7 @@ drawn must be verified. What chooses among drawn nodes by their tokens or by the
 """
 
 import functools
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
@@ -71,11 +72,11 @@ class DraftBlock:
         that ends a sequence. That one must stay: dropping a token because of its value would bias the output."""
         if token_ids is None:
             return self
-        rows = (token_ids if marks is None else token_ids.masked_fill(marks.isnan(), -1)).tolist()
-        lengths = [
-            min(pair) for pair in zip(self.lengths.tolist(), (_end(row, self.ends) for row in rows), strict=True)
-        ]
-        lengths = torch.tensor(lengths, device="cpu")
+        rows, known = token_ids.tolist(), self.lengths.tolist()
+        for row, of_row in zip(rows, [] if marks is None else marks.tolist(), strict=False):
+            row[:] = [-1 if math.isnan(mark) else token for token, mark in zip(row, of_row, strict=True)]
+        cut = [min(length, _end(row, self.ends)) for length, row in zip(known, rows, strict=True)]
+        lengths = self.lengths if cut == known else torch.tensor(cut, device="cpu")
         return replace(self, rows=rows, lengths=lengths, confidence_logits=confidence_logits)
 
     def packed(self, anchors: torch.Tensor) -> torch.Tensor:

@@ -43,7 +43,7 @@ def verify(
         best, rows = parts[0].tolist(), zip(block.rows, block.lengths.tolist(), first_rows, strict=True)
         counts = [walk_chain(row[:length], best[first:]) for row, length, first in rows]
         following = [best[first + count] for first, count in zip(first_rows, counts, strict=True)]
-        parts = torch.tensor([counts, following], device="cpu")
+        parts = [torch.as_tensor(each, device="cpu") for each in (counts, following)]
     return Verified(*parts, has_nan=_has_nan(numbers), drafts=block, scores=scores)
 
 
@@ -61,7 +61,9 @@ def _verify_drawn(
     device, gamma = scores.values.device, max(block.lengths.tolist())
     if gamma == 0:
         return block.lengths.to(device), next_tokens(by_rows(scores, first_rows, 1)[:, 0], noise)
-    sent = replace(block, token_ids=block.token_ids[:, :gamma], distribution=block.distribution[:, :gamma])
+    sent = block
+    if gamma < block.token_ids.shape[1]:
+        sent = replace(block, token_ids=block.token_ids[:, :gamma], distribution=block.distribution[:, :gamma])
     target = by_rows(scores, first_rows, 1 + gamma).distribution()
     uniforms = [to_device(each, device) for each in (noise.accept_uniforms[:, :gamma], noise.next_uniforms)]
     verified = verify_chains(sent, block.lengths, target, *uniforms)

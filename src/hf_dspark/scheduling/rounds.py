@@ -99,7 +99,7 @@ class Rounds:
         self.accepted += outcome.num_accepted.tolist()
         self.committed += outcome.num_committed
         has_none = isinstance(outcome.drafts, DraftTrees) or outcome.confidence is None
-        self.confidence += [None] * num_requests if has_none else outcome.confidence.cpu()
+        self.confidence += [None] * num_requests if has_none else outcome.confidence.cpu().unbind()
         times = RoundSeconds(num_requests, outcome.draft_seconds, outcome.verify_seconds, outcome.seconds)
         self.seconds += [times] * num_requests
 

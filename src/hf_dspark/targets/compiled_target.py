@@ -38,15 +38,16 @@ class CompiledPasses:
         self.obstacle = obstacle  # why passes are not compiled
         self.device, self._name, self._has_warned = device, name, False
         self._compiled = compiled(function, device)
+        # Sizes that happen to be equal in the first pass need not be so in others.
+        self._equal_sizes = torch.fx.experimental._config.patch(use_duck_shape=False)
+        self._more_graphs = torch._dynamo.config.patch(recompile_limit=MOST_GRAPHS)
 
     def _run(self, *args: Any) -> Any:
         in_graphs.wanted = True
         try:
             if self.device.type != "cpu":
                 torch.compiler.cudagraph_mark_step_begin()
-            # Sizes that happen to be equal in the first pass need not be so in others.
-            equal_sizes = torch.fx.experimental._config.patch(use_duck_shape=False)
-            with equal_sizes, torch._dynamo.config.patch(recompile_limit=MOST_GRAPHS):
+            with self._equal_sizes, self._more_graphs:
                 return self._compiled(*args)
         finally:
             in_graphs.wanted = False

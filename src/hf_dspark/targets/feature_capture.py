@@ -14,6 +14,8 @@ from transformers.utils import ModelOutput
 
 from .support import TargetSupport
 
+Hook = tuple[nn.Module, Callable, bool]  # of which module, and whether it runs before it, with keyword arguments
+
 
 class FeatureCapture:
     """While entered or attached, keeps the tapped hidden states of the latest pass through a target's layers.
@@ -23,8 +25,7 @@ class FeatureCapture:
     """
 
     def __init__(self, support: TargetSupport, target_layer_ids: Sequence[int]) -> None:
-        layers, self._support = support.layers, support
-        self._counting: tuple[nn.Module, Callable] = (support.decoder, self._keep_shape)
+        layers, self._support, self._size = support.layers, support, support.text.hidden_size
         self._shape: tuple[int, int] | None = None  # rows and tokens of the latest pass
         self.target_layer_ids = tuple(target_layer_ids)
         self._captured: dict[int, torch.Tensor] = {}
@@ -33,26 +34,22 @@ class FeatureCapture:
         whole = len(layers) - 1 in self.target_layer_ids and support.text.model_type != "deepseek_v4"
         places = [*layers[:-1], support.decoder] if whole else layers
         tapped = [(layer_id, places[max(0, layer_id)]) for layer_id in self.target_layer_ids]
-        self._taps = [(layer, partial(self._keep, layer_id)) for layer_id, layer in tapped]
-        self._traced_taps = [(layer, partial(_keep_traced, layer_id)) for layer_id, layer in tapped]
+        taps = [(layer, partial(self._keep, layer_id), layer_id == -1) for layer_id, layer in tapped]
+        self._hooks: Sequence[Hook] = [(support.decoder, self._keep_shape, True), *taps]
+        self._traced = [(layer, partial(_keep_traced, layer_id), layer_id == -1) for layer_id, layer in tapped]
+        self._attached: Sequence[Hook] = ()
 
     def attach(self, is_compiled: bool = False) -> None:
         """Put the hooks on; those of a compiled pass are traced into its graph, which gives back what they keep."""
-        self._thread, (decoder, keep_shape) = get_ident(), self._counting
-        if not is_compiled:
-            decoder.register_forward_pre_hook(keep_shape, with_kwargs=True)
-        taps = self._traced_taps if is_compiled else self._taps
-        for layer_id, (layer, hook) in zip(self.target_layer_ids, taps, strict=True):
-            if layer_id == -1:
-                layer.register_forward_pre_hook(hook, with_kwargs=True)
-            else:
-                layer.register_forward_hook(hook)
+        self._thread, self._attached = get_ident(), self._traced if is_compiled else self._hooks
+        for hook in self._attached:
+            add_hook(*hook)
 
     def restore(self) -> None:
-        """Take all hooks off, however many there are; what was captured stays."""
-        for layer, hook in (self._counting, *self._taps, *self._traced_taps):
-            if layer._forward_hooks or layer._forward_pre_hooks:
-                remove_hook(layer, hook)
+        """Take all hooks off; what was captured stays."""
+        for hook in self._attached:
+            remove_hook(*hook)
+        self._attached = ()
 
     def __enter__(self) -> "FeatureCapture":
         try:
@@ -82,12 +79,12 @@ class FeatureCapture:
 
     def _features_of(self, layer_id: int) -> torch.Tensor:
         """Return one vector for each position, `[B, S, d]`; streams are averaged."""
-        states, size = self._captured[layer_id], self._support.text.hidden_size
+        states = self._captured[layer_id]
         if states.dim() == 4:
             # Gemma 3n stacks streams first, [streams, B, S, d]; hyper-connections have [B, S, streams, d].
             are_first = self._shape == states.shape[1:3] and self._shape != states.shape[:2]
             states = states.mean(dim=0 if are_first else 2)
-        shape = (*(self._shape or states.shape[:2]), size)
+        shape = (*(self._shape or states.shape[:2]), self._size)
         if states.shape != shape:
             raise ValueError(
                 f"layer {layer_id} of {self._support.name} gave features of shape {list(states.shape)}, a draft reads "
@@ -123,9 +120,15 @@ def _states(layer_id: int, args: tuple, found: Any) -> torch.Tensor:
     return found[0] if isinstance(found, (tuple, list, ModelOutput)) else found
 
 
-def remove_hook(module: nn.Module, hook: Callable) -> None:
-    """Remove a forward hook or pre-hook, if it is there. An interrupt may lose its handle: the hook itself tells."""
-    for hooks in (module._forward_hooks, module._forward_pre_hooks):
-        for key in [key for key, each in hooks.items() if each is hook]:
-            hooks.pop(key, None)
-            module._forward_pre_hooks_with_kwargs.pop(key, None)
+def add_hook(module: nn.Module, hook: Callable, before: bool) -> None:
+    """Add a forward hook. PyTorch would make a handle, which takes time, and which an interrupt may lose."""
+    if before:
+        module._forward_pre_hooks_with_kwargs[id(hook)] = True
+    (module._forward_pre_hooks if before else module._forward_hooks)[id(hook)] = hook
+
+
+def remove_hook(module: nn.Module, hook: Callable, before: bool) -> None:
+    """Remove a hook of [`add_hook`], if it is there."""
+    (module._forward_pre_hooks if before else module._forward_hooks).pop(id(hook), None)
+    if before:
+        module._forward_pre_hooks_with_kwargs.pop(id(hook), None)

@@ -29,6 +29,7 @@ from .compiled_target import CompiledTarget, one_at_a_time
 from .feature_capture import FeatureCapture
 from .patched_forward import ELSEWHERE
 from .support import TargetSupport
+from .transformers_api import ATTENDS
 
 NAME = "hf_dspark_slots"
 
@@ -195,11 +196,11 @@ class PackedTarget:
     def _enter(self, cache: SlotCache, layout: SlotLayout, fixed: FixedCache | None = None) -> _Pass:
         self.restore()  # what a pass left that could not restore it
         support, originals = self._support, self._support.switch.originals
-        originals[:] = [(config, config._attn_implementation) for config in support.attention_configs]
+        originals[:] = [(each, each[ATTENDS]) for each in map(vars, support.attention_configs)]
         for layer in support.by_rows:  # they note the implementation that is the target's own
             layer.attach(cache, layout)
-        for config in support.attention_configs:
-            config._attn_implementation = NAME
+        for attributes, _ in originals:
+            attributes[ATTENDS] = NAME
         if self._capture is not None:
             self._capture.attach(is_compiled=fixed is not None)
         ignores_caps = support.switch.ignores_caps
@@ -208,6 +209,8 @@ class PackedTarget:
         return running
 
     def restore(self) -> None:
+        if not self._support.switch.originals:  # filled before anything else is switched, and emptied last
+            return
         _running.set(None)
         if self._capture is not None:
             self._capture.restore()

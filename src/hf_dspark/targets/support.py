@@ -17,7 +17,14 @@ from .adapters import adapter_obstacle, gives_rows_adapters
 from .int8_outliers import mixes_tokens
 from .recurrent import AttributeMixer, Mixer
 from .row_attention import RowAttention
-from .transformers_api import cache_argument, is_since, is_transformers_attention, own_step, state_cache_obstacle
+from .transformers_api import (
+    ATTENDS,
+    cache_argument,
+    is_since,
+    is_transformers_attention,
+    own_step,
+    state_cache_obstacle,
+)
 
 ATTENTION_LAYERS = {"full_attention", "sliding_attention", "chunked_attention", "dummy", "moe", "mlp"}
 RECURRENT_LAYERS = {"linear_attention", "conv", "hybrid"}
@@ -74,8 +81,9 @@ class Switch:
     """What is switched in one target while a packed pass runs, and the lock of the thread that runs it."""
 
     lock: Any = field(default_factory=threading.RLock)
-    # How each config attends by itself. It is filled before anything is switched, and emptied when all is restored.
-    originals: list[tuple[PreTrainedConfig, str]] = field(default_factory=list)
+    # The attributes of each config, and how it attends by itself: filled before anything is switched, and emptied when
+    # all is restored.
+    originals: list[tuple[dict[str, Any], str]] = field(default_factory=list)
 
     @property
     def ignores_caps(self) -> bool:
@@ -83,8 +91,8 @@ class Switch:
         return {implementation for _, implementation in self.originals} == {"sdpa"}
 
     def restore(self) -> None:
-        for config, implementation in self.originals:
-            config._attn_implementation = implementation
+        for attributes, implementation in self.originals:
+            attributes[ATTENDS] = implementation
         self.originals.clear()
 
 

@@ -17,6 +17,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 NEWEST_TESTED = parse("5.24")
 # Of the cache: since 5.24, of all models before, and of Mamba before.
 CACHE_ARGUMENTS = ("cache", "past_key_values", "cache_params")
+# Where a config keeps how it attends. The property of that name also sets the configs within, and takes its time.
+ATTENDS = "_attn_implementation_internal"
 
 
 def is_since(version: str) -> bool:
