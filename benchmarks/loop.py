@@ -5,6 +5,7 @@ python benchmarks/loop.py replay --device cuda --geometry qwen3-0.6b qwen3-4b qw
 python benchmarks/loop.py batch --output benchmarks/results/loop_batch.json
 python benchmarks/loop.py memory --output benchmarks/results/memory.json
 python benchmarks/loop.py operations --output benchmarks/results/operations.json
+python benchmarks/loop.py operations --pair out/smollm2 --output benchmarks/results/operations_smollm2.json
 
 `replay` has random weights of a larger model: each round accepts as many drafts as a recorded round of the shipped
 pair. Its times are without the prefill.
@@ -18,6 +19,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any, Literal
 from unittest import mock
 
@@ -135,9 +137,9 @@ PHASES = {
 }
 
 
-def operations() -> Cell:
-    """What one row of the shipped pair asks of a device."""
-    (target, draft), cells = map(moved, bench.load_pair()[:2]), {}
+def operations(pair: str = str(bench.PAIR)) -> Cell:
+    """What one row of the shipped pair, or of one in another folder's `target` and `draft`, asks of a device."""
+    (target, draft), cells = map(moved, bench.load_pair(folder=Path(pair))[:2]), {}
     regimes = SAMPLINGS | {"sampled": bench.SAMPLING}
     for shape, (name, sampling) in itertools.product((FullBlock(), Scheduler(num_nodes=15)), regimes.items()):
         step, found = asked(target, draft, None, sampling)["round"], asked(target, draft, shape, sampling)
