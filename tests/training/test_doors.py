@@ -1,12 +1,15 @@
 """What `evaluate` does, `predict` does; what Trainer takes and a draft cannot use is refused; what nobody else can run
 is said before it is trained."""
 
+import accelerate
 import pytest
+import torch
+from torch import nn
 from transformers import TrainerCallback
 
 from hf_dspark import DSparkTrainer
 from hf_dspark.training.trainer import REFUSED
-from tests.training.tiny import tiny_arguments, tiny_draft
+from tests.training.tiny import tiny_arguments, tiny_draft, tiny_pair, tiny_rows
 
 
 def metrics_of(found: dict, prefix: str) -> dict:
@@ -93,3 +96,41 @@ def test_a_draft_that_no_other_format_holds_is_named_before_it_is_trained(make_t
     draft.config.rope_parameters |= {"partial_rotary_factor": 0.5}
     with pytest.warns(UserWarning, match="only hf_dspark will run this draft.* deepspec.*partial_rotary_factor"):
         make_trainer(draft)
+
+
+@pytest.mark.parametrize("kind", ["dspark", "gated", "fill-in", "pruned", "eagle3", "own"])
+def test_adapters_are_trained_in_every_layer_of_a_draft(kind, tmp_path):
+    peft = pytest.importorskip("peft")
+    target, draft = tiny_pair("dspark" if kind == "own" else kind)
+    if kind == "own":  # another embedding and head than the target's
+        draft.brought = {name: torch.randn(48, 32) for name in draft.config.shareable}
+        draft.bind(target)
+    layers = [name for name, layer in draft.named_modules() if isinstance(layer, nn.Linear | nn.Embedding)]
+    assert {"embed_tokens", "lm_head"} <= {*layers} or kind != "own"
+    adapted = peft.get_peft_model(draft, peft.LoraConfig(target_modules=layers, init_lora_weights=False))
+    before = {name: weight.detach().clone() for name, weight in adapted.named_parameters()}
+    arguments = tiny_arguments(str(tmp_path), "dspark" if kind == "own" else kind, max_steps=1)
+    DSparkTrainer(adapted, target, arguments, tiny_rows(6)).train()
+    trained = {name for name, weight in adapted.named_parameters() if not torch.equal(weight, before[name])}
+    assert trained == {name for name in before if "lora" in name}
+
+
+@pytest.mark.parametrize("place", ["frozen", "meta", "cpu_offload"])
+def test_a_draft_of_which_nothing_can_be_trained_is_refused(place, tmp_path):
+    target, draft = tiny_pair()
+    if place == "frozen":
+        draft.requires_grad_(False)
+    elif place == "meta":
+        draft.to("meta")
+    else:
+        accelerate.cpu_offload(draft, execution_device=torch.device("cpu"))
+    with pytest.raises(ValueError, match=r"nothing of the draft can be trained: all is frozen, or .*offloaded"):
+        DSparkTrainer(draft, target, tiny_arguments(str(tmp_path)), tiny_rows(6))
+
+
+def test_models_may_be_named_by_paths(tmp_path):
+    for name, model in zip(("target", "draft"), tiny_pair(), strict=True):
+        model.save_pretrained(tmp_path / name)
+    arguments = tiny_arguments(str(tmp_path / "run"), max_steps=1)
+    trainer = DSparkTrainer(tmp_path / "draft", tmp_path / "target", arguments, tiny_rows(6))
+    assert trainer.train().global_step == 1

@@ -295,7 +295,7 @@ class DraftModel(PreTrainedModel):
         rows = F.embedding(token_ids, embedding.weight) if is_bare else embedding(token_ids)
         if scale != 1.0 and (inside is None or differs):
             rows = rows * scale
-        return self.as_input(rows.detach())  # the target is not trained
+        return self.as_input(rows.detach() if self.embed_tokens is None else rows)  # the target is not trained
 
     def target_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return the target's logits `[..., V]` of hidden states `[..., d]` after its own final norm or a draft's."""

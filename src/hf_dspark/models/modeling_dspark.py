@@ -279,7 +279,8 @@ class DSparkDraftModel(DraftModel):
         self, input_ids: torch.Tensor, features: torch.Tensor, layout: BlockLayout, labels: torch.Tensor
     ) -> tuple[SlotLogits, torch.Tensor | None]:
         hidden = self.block_hidden(input_ids, features, layout, labels)
-        read, parameters, embedding = self.predicting(hidden), [], None
+        read, embedding = self.predicting(hidden), None
+        parameters = [] if self.lm_head is None else [*self.lm_head.parameters()]  # adapters among them
         inputs = [self._before_lm_head(read)]
         if self.markov_head is not None:
             # x*_{k-1} of each slot. An anchor's slot that predicts nothing passes through a recurrent head, too.
@@ -291,7 +292,7 @@ class DSparkDraftModel(DraftModel):
             transitions = self.predicting(self.markov_head.teacher_forced(embedding, hidden))  # Eq. 5-6
             start = self.config.markov_start
             inputs.append(F.pad(transitions[..., start:, :], (0, 0, start, 0)))  # zeros have no bias
-            parameters.append(self.markov_head.markov_w2.weight)
+            parameters += self.markov_head.markov_w2.parameters()
             embedding = self.predicting(embedding)
         logits = SlotLogits(
             self._slot_logits, tuple(inputs), self.config.vocab_size, tuple(parameters), self.draft_token_ids()

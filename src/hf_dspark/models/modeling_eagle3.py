@@ -300,6 +300,6 @@ class Eagle3DraftModel(DraftModel):
         self, input_ids: torch.Tensor, features: torch.Tensor, layout: BlockLayout, labels: torch.Tensor
     ) -> tuple[SlotLogits, None]:
         hidden = self.block_hidden(input_ids, features, layout, labels)
-        parameters = () if self.lm_head is None else (self.lm_head.weight,)
+        parameters = () if self.lm_head is None else tuple(self.lm_head.parameters())
         ids = self.draft_token_ids()
         return SlotLogits(self.base_logits, (hidden,), self.config.vocab_size, parameters, ids), None
