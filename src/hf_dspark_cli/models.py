@@ -47,11 +47,20 @@ def load_models(options: Namespace) -> tuple[PreTrainedModel, PreTrainedTokenize
 
 
 def load_target(options: Namespace) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Load a target in the dtype, on the devices and with the quantisation that are asked for, and its tokenizer."""
+    """Load a target in the dtype, on the devices and with the quantisation that are asked for, and its tokenizer. An
+    error names it: libraries say many things of files that are missing, damaged, or of another kind."""
+    try:
+        return _load_target(options)
+    except Exception as error:  # a ValueError is of what was given
+        kind = OSError if isinstance(error, OSError | MemoryError) else ValueError
+        raise kind(f"--target {options.target} cannot be used: {str(error) or type(error).__name__}") from error
+
+
+def _load_target(options: Namespace) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     hub = {"revision": options.target_revision, "trust_remote_code": options.trust_remote_code}
     tokenizer = AutoTokenizer.from_pretrained(options.target, **hub)
     if len(tokenizer) <= len(tokenizer.all_special_tokens):
-        raise ValueError(f"--target {options.target} has no tokenizer files, such as tokenizer.json: add its own")
+        raise ValueError("it has no tokenizer files, such as tokenizer.json: add its own")
     if getattr(options, "no_chat_template", False):
         tokenizer.chat_template = None
     if options.load_in_8bit or options.load_in_4bit:
@@ -59,7 +68,7 @@ def load_target(options: Namespace) -> tuple[PreTrainedModel, PreTrainedTokenize
         hub["quantization_config"] = BitsAndBytesConfig(**bits)
     device_map = options.device_map
     here = torch.accelerator.current_accelerator().type if torch.accelerator.is_available() else "cpu"
-    if (kind := str(device_map).partition(":")[0]) in {"cuda", "mps", "xpu"} - {here}:
+    if (kind := str(device_map).partition(":")[0]) in {"cuda", "meta", "mps", "xpu"} - {here}:
         cure = "give cpu, or install PyTorch's build for your accelerator"
         raise ValueError(f"--device_map {device_map}: PyTorch {torch.__version__} finds no {kind} device here: {cure}")
     if device_map is None and here != "cpu":

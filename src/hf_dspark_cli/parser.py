@@ -23,6 +23,7 @@ WRONG_WORDS = 2
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 FORMATS = ("hf_dspark", "deepspec", "speculators", "sglang", "transformers")  # `formats.tables` needs torch
 SHAPE = ("draft_kind", "num_hidden_layers", "block_size", "markov_rank", "markov_head_type", "target_layer_ids")
+MAY_BE_EMPTY = ("kept_in", "system_prompt")
 EPILOG = """hf-dspark COMMAND --help shows what a command does, with an example.
 
 exit codes: 0 done, 1 failed, 2 wrong arguments or input, 130 interrupted.
@@ -65,6 +66,8 @@ def parse(words: Sequence[str]) -> Namespace:
     for name in ("top_k", "top_p", "min_p"):
         if getattr(options, name, None) is not None and options.temperature == 0:
             parsers[options.command].error(f"--temperature 0 decodes greedily, which needs no --{name}: drop one")
+    if empty := [name for name, value in vars(options).items() if value == "" and name not in MAY_BE_EMPTY]:
+        parsers[options.command].error(f"{', '.join(empty)} is empty: is a variable of the shell not set?")
     shaped = [f"--{name}" for name in SHAPE if getattr(options, name, None) is not None]
     if shaped and options.draft is not None:
         parsers[options.command].error(f"--draft has its shape already: leave {', '.join(shaped)} out")
@@ -318,11 +321,7 @@ def convert(parser: ArgumentParser) -> None:
     add("destination", type=writable, metavar="DESTINATION", help="folder to write")
     add("--to", choices=FORMATS, metavar="FORMAT", help=f"{', '.join(FORMATS[1:])} or {FORMATS[0]}")
     add("--target", type=model, metavar="MODEL", help="its target, which some formats describe or copy from")
-    add(
-        "--engine",
-        metavar="NAME",
-        help="an engine to write for, vllm or sglang: it decides the format, shows a command",
-    )
+    add("--engine", metavar="NAME", help="an engine to write for, vllm or sglang: decides the format, shows a command")
     _add_layout(parser)
 
 
@@ -450,21 +449,23 @@ def model(name: str) -> str:
         if not any((path / file).is_file() for file in ("config.json", "adapter_config.json")):
             raise ArgumentTypeError(f"the folder {name} holds no model, which needs a config.json")
     elif path.exists() or name.count("/") > 1 or name.startswith((".", "/", "~")) or "\\" in name:
-        raise ArgumentTypeError(f"there is no folder {name}")
+        raise ArgumentTypeError(
+            f"{name} is a file, a folder is needed" if path.is_file() else f"there is no folder {name}"
+        )
     return name
 
 
 def file(path: str) -> str:
     """Accept a file that is there, a pipe, and stdin."""
     if path != "-" and not (Path(path).is_file() or Path(path).is_fifo()):
-        raise ArgumentTypeError(f"there is no file {path}")
+        raise ArgumentTypeError(f"{path} is a folder" if Path(path).is_dir() else f"there is no file {path}")
     return path
 
 
 def writable(path: str) -> str:
     """Accept a place that can be written to."""
     place = next(each for each in (Path(path), *Path(path).absolute().parents) if each.exists())
-    if not os.access(place, os.W_OK):
+    if not os.access(place, os.W_OK) or not (place.is_dir() or place == Path(path)):
         raise ArgumentTypeError(f"{place} cannot be written to: name another place")
     return path
 

@@ -5,6 +5,7 @@ import io
 import json
 import runpy
 import shlex
+import shutil
 import sys
 from argparse import Namespace
 from pathlib import Path
@@ -475,7 +476,11 @@ WRONG = {
         f"{TRAIN} --train_file prompts.jsonl --output_dir out --resume_from_checkpoint last", "no whole checkpoint",
     ),
     "no device": (f"{TRAIN} --train_file prompts.jsonl --output_dir o --device_map xpu:0", "finds no xpu device here"),
-    "no tokenizer": ("generate --target bare --draft draft up", "--target bare has no tokenizer files"),
+    "no tokenizer": ("generate --target bare --draft draft up", "bare cannot be used: it has no tokenizer files"),
+    "damaged target": ("generate --target cut --draft draft up", "--target cut cannot be used: Error while"),
+    "damaged tokenizer": ("eval --target no_tokens --prompts prompts.jsonl", "--target no_tokens cannot be used: "),
+    "unknown target": ("train --target new --train_file prompts.jsonl --output_dir o", "--target new cannot be used:"),
+    "no weights": ("eval --target target --prompts prompts.jsonl --device_map meta", "finds no meta device here"),
     "wrong argument": (f"{TRAIN} --train_file prompts.jsonl --output_dir o --num_anchors 0", "must be at least 1"),
     "rows held out": (f"{TRAIN} --train_file prompts.jsonl --output_dir o --eval_rows 9", "nothing to train on"),
     "damaged draft": ("generate --target target --draft damaged up", "damaged"),
@@ -490,6 +495,9 @@ def test_wrong_models_and_files_are_one_line_and_end_with_two(refusal, make_targ
     weights.write_bytes(weights.read_bytes()[:100])
     Path("empty.jsonl").write_text("\n")
     make_target().save_pretrained("bare")
+    for name, file in (("cut", "model.safetensors"), ("no_tokens", "tokenizer.json"), ("new", "config.json")):
+        shutil.copytree("target", name)
+        Path(name, file).write_text("{}" if file == "tokenizer.json" else '{"model_type": "new"}')
     for words, said in WRONG.values():
         assert said in refusal(words)
     foreign = next(path.parent for path in sorted((fixtures / "speculators").rglob("config.json")))

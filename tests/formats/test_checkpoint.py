@@ -12,6 +12,7 @@ import torch
 from huggingface_hub import constants
 from safetensors.torch import load_file, save_file
 
+from hf_dspark import inspect_draft
 from hf_dspark.formats.checkpoint import MAX_CONFIG_BYTES, Checkpoint, TensorInfo, read_json
 from hf_dspark.models.auto import load_draft
 
@@ -220,6 +221,13 @@ def test_folder_or_pipe_instead_of_a_file_is_refused_and_not_waited_for(folder, 
     make(folder / file)
     with pytest.raises(ValueError, match=f"{file}.*is no regular file"):
         opened(folder)
+
+
+@pytest.mark.parametrize("file", ["config.json", "model.safetensors"])
+def test_a_file_of_a_checkpoint_is_not_taken_for_its_folder(folder, file):
+    for read in (load_draft, inspect_draft):
+        with pytest.raises(ValueError, match=f"{file} is a file: name the folder that it is in"):
+            read(folder / file)
 
 
 def test_file_that_may_not_be_read_is_named(folder, monkeypatch):

@@ -86,6 +86,8 @@ class Checkpoint(os.PathLike):
             raise TypeError(f"got the arguments {unknown}, known are {', '.join(HUB_ARGUMENTS)}")
         self.name, self._hub = os.fspath(name_or_path), hub_kwargs
         is_local = os.path.exists(self.name)
+        if os.path.isfile(self.name):
+            raise ValueError(f"{self.name} is a file: name the folder that it is in")
         if not is_local and (self.name.startswith((".", "~", os.sep)) or self.name.count("/") > 1):
             raise ValueError(f"there is no folder {self.name}, and no repository on the Hub has such a name")
         self._folder = Path(self.name, hub_kwargs.get("subfolder") or "") if is_local else None
