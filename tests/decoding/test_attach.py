@@ -407,7 +407,7 @@ def encoder_decoder():
         ("target", "nobody/nothing", ValueError, "nobody/nothing has no config.json on the Hub"),
         ("target", "./nothing", ValueError, "there is no folder ./nothing"),
         ("target", None, TypeError, "DSparkDraftModel .* is needed, got NoneType"),
-        ("target", "target", TypeError, "is needed, got Qwen3ForCausalLM"),
+        ("target", "target", TypeError, "the target is its own draft"),
         ("target", "ngram+dtype", TypeError, "dtype are for loading a draft by its name, got a PromptLookup"),
         ("target", "draft+dtype", TypeError, "dtype are for loading a draft by its name, got a DSparkDraftModel"),
         ("target", "lookup+block", ValueError, "trees by prompt lookup alone"),

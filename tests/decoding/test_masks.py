@@ -121,8 +121,11 @@ def test_transformers_loop_decodes_any_mask_as_plain_generate(ids, hole):
 )
 def test_masks_of_another_shape_are_refused(llama, ids, mask):
     target, draft = llama
-    with pytest.raises(ValueError, match=r"attention_mask has . rows of \d+ columns, the prompts have 2 of 9"):
-        target.generate(ids, attention_mask=mask.long(), max_new_tokens=4, assistant_model=draft)
+    named = rf"attention_mask has {len(mask)} rows of {mask.shape[1]} columns, the prompts have 2 of 9"
+    cure = ": pass a row for each prompt" if len(mask) == 1 else ", and no cache"
+    for options in ({}, {"do_sample": True, "num_return_sequences": 3}):
+        with pytest.raises(ValueError, match=named + cure):
+            target.generate(ids, attention_mask=mask.long(), max_new_tokens=4, assistant_model=draft, **options)
 
 
 def test_masks_of_other_numbers_are_refused(llama, ids):

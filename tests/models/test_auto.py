@@ -33,7 +33,7 @@ def test_what_is_no_pair_of_loaded_models_is_named(pair, taking_a_pair):
     target, draft = pair
     for given, message in (
         ((draft, target), "the target comes first and its draft second, got the draft DSparkDraftModel"),
-        ((target, target), f"Eagle3DraftModel is needed, got {type(target).__name__}$"),
+        ((target, target), f"Eagle3DraftModel is needed, got {type(target).__name__}$|the target is its own draft"),
         ((target, "me/draft"), "got the name 'me/draft': load it, DSparkDraftModel.from_pretrained"),
         (("me/target", draft), "got the name 'me/target': load it, AutoModelForCausalLM.from_pretrained"),
     ):
@@ -50,5 +50,5 @@ def test_generation_needs_a_target_that_generates_and_a_draft_that_is_loaded(pai
         target.generate(assistant_model="me/draft", max_new_tokens=2)
     containers = ([draft], (draft,), {"draft": draft}, torch.nn.Sequential(draft), torch.nn.DataParallel(draft))
     for held in (*containers, type(draft), draft.config, draft.state_dict(), False):
-        with pytest.raises(TypeError, match="no model: pass the draft itself"):
+        with pytest.raises(TypeError, match="Eagle3DraftModel is needed, got [a-zA-Z0-9]+$"):
             target.generate(assistant_model=held, max_new_tokens=2)

@@ -4,11 +4,12 @@ import copy
 import gc
 import weakref
 
+import accelerate
 import pytest
 import torch
 from torch import nn
 
-from hf_dspark import DecodingOptions, DSparkConfig, DSparkDraftModel, decode_with
+from hf_dspark import AssistantDraft, DecodingOptions, DSparkConfig, DSparkDraftModel, attach, decode_with
 from hf_dspark.targets.support import TargetSupport
 from tests.hybrids import HAVE_PROTOCOL, build
 from tests.rows import GREEDY
@@ -137,5 +138,20 @@ def test_weights_that_cannot_draft_or_verify_are_refused(target, draft):
     packed = torch.ao.quantization.quantize_dynamic(target, {nn.Linear}, dtype=torch.qint8)
     with pytest.raises(ValueError, match="quantised by torch.ao.quantization"):
         packed.generate(ids, max_new_tokens=9, do_sample=False, assistant_model=draft)
+
+
+@pytest.mark.parametrize("place", ["meta", "cpu_offload", "disk_offload"])
+@pytest.mark.parametrize("kind", ["draft", "assistant"])
+def test_drafts_whose_weights_are_elsewhere_are_refused_before_work(target, draft, tmp_path, kind, place):
+    away = copy.deepcopy(target if kind == "assistant" else draft)
+    if place == "meta":
+        away.to("meta")
+    else:
+        options = {"offload_dir": tmp_path} if place == "disk_offload" else {}
+        getattr(accelerate, place)(away, execution_device=torch.device("cpu"), **options)
+    away = AssistantDraft(away) if kind == "assistant" else away
+    for options in ({"assistant_model": away}, {"custom_generate": decode_with(away)}):
+        with pytest.raises(ValueError, match="the draft is on the meta device, offloaded or without weights"):
+            target.generate(torch.arange(1, 12)[None], max_new_tokens=9, do_sample=False, **options)
     with pytest.raises(ValueError, match="the draft is on the meta device"):
-        target.generate(ids, max_new_tokens=9, do_sample=False, assistant_model=copy.deepcopy(draft).to("meta"))
+        attach(target, away)

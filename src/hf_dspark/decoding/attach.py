@@ -216,8 +216,9 @@ def _found(target: PreTrainedModel, options: dict[str, Any]) -> DraftModel | Non
 
 
 def _require_fit(target: PreTrainedModel, draft: DraftModel) -> DraftModel:
-    """Return a bound draft, or raise the error of an ordinary call with it."""
+    """Return the draft, bound, or raise the error of an ordinary call with it."""
     require_draft(draft)
     usual = GenerationConfig(use_cache=True, do_sample=False, num_beams=1)
     refuse(plan_call(target, draft, draft.decoding, usual, {})[1])
-    return draft.bind(target)
+    draft.bind(target)
+    return draft

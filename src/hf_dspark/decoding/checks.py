@@ -3,7 +3,9 @@
 Each function has a table of reasons, with their cures, and whether they are there.
 """
 
+import math
 from collections.abc import Iterable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -32,8 +34,11 @@ PLAIN_LAYERS = {"DynamicLayer", "DynamicSlidingWindowLayer", "DummyLayer"}
 DYNAMIC_CACHES = ("dynamic", "dynamic_full")
 OTHER_DRAFTERS = ("prompt_lookup_num_tokens", "use_mtp", "assistant_early_exit", "speculation_type")
 UNASKED = (("num_beams", 1), *((name, False) for name in OTHER_DRAFTERS))  # values that ask for nothing
-# Built-in processors that keep state between calls: drafting would advance it.
-STATEFUL_PROCESSORS = ("UnbatchedClassifierFreeGuidanceLogitsProcessor", "SynthIDTextWatermarkLogitsProcessor")
+# Built-in processors that keep state between calls, which drafting would advance, by the options that ask for them.
+STATEFUL_PROCESSORS = {
+    "UnbatchedClassifierFreeGuidanceLogitsProcessor": "guidance_scale",
+    "SynthIDTextWatermarkLogitsProcessor": "watermarking_config",
+}
 # The first version whose assisted loop was found right for prompts given as embeddings; 5.17.0 was found wrong.
 INPUTS_EMBEDS_SINCE = "5.23.0"
 
@@ -64,15 +69,7 @@ def option_obstacles(
     config: GenerationConfig, own: GenerationConfig, schedule: str | None, max_drafts: int | None
 ) -> list[str]:
     """Return why options cannot be decoded with a draft, and which of them the target's own configuration has set."""
-
-    def stated(*names: str) -> str:
-        values = {name: getattr(own, name, None) for name in names}
-        alike = [name for name, each in values.items() if each is not None and each == getattr(config, name)]
-        alike = [name for name in alike if (name, values[name]) not in UNASKED]
-        cures = [f"target.generation_config.{name} = None" for name in alike]
-        where = ". The target's generation_config says so, and its generation_config.json may: set "
-        return where + " and ".join(cures) if cures else ""
-
+    stated = partial(_stated, config, own)
     mode, cache = config.get_generation_mode(), config.cache_implementation
     others = [name for name in OTHER_DRAFTERS if getattr(config, name, None) not in (None, False)]
     ensemble = getattr(config, "assistant_ensemble_weight", None) is not None
@@ -115,6 +112,16 @@ def policy_obstacles(
             "DecodingOptions(policy=Scheduler(num_nodes=15))": looks_up and chain,
         }
     )
+
+
+def _stated(config: GenerationConfig, own: GenerationConfig, *names: str) -> str:
+    """Return the cure for values that a call has from the target's own configuration."""
+    values = {name: getattr(own, name, None) for name in names}
+    alike = [name for name, each in values.items() if each is not None and each == getattr(config, name)]
+    alike = [name for name in alike if (name, values[name]) not in UNASKED]
+    cures = [f"target.generation_config.{name} = None" for name in alike]
+    where = ". The target's generation_config says so, and its generation_config.json may: set "
+    return where + " and ".join(cures) if cures else ""
 
 
 # ---- prompts
@@ -219,16 +226,17 @@ def mask_obstacles(call: Call) -> list[str]:
     """Return why a mask, or types, are none of these prompts: then nothing else can be asked of them."""
     mask, num_rows, columns, width = call.mask, len(call.input_ids), call.columns, call.width
     rows = num_rows if mask is None else len(mask)
-    unmatched = rows != num_rows or width < columns or (width > columns and call.cached == 0)
+    times = math.gcd(rows, num_rows, call.generation_config.num_return_sequences or 1)  # that both were repeated
+    shapes = f"{rows // times} rows of {width} columns, the prompts have {num_rows // times} of {columns}"
     types = tuple(getattr(call.model_kwargs.get("token_type_ids"), "shape", ()))
     return _present(
         {
             "there are no prompts: pass at least one": num_rows == 0,
             f"token_type_ids has the shape {types}, the prompts have {(num_rows, columns)}: pass a type for each "
             "token": types and (types[0] not in (1, num_rows) or types[-1] not in (columns, width)),
-            f"attention_mask has {rows} rows of {width} columns, the prompts have {num_rows} of {columns}, and no "
-            "cache holds the tokens before: pass past_key_values of the earlier turn, or a column for each "
-            "token": unmatched,
+            f"attention_mask has {shapes}: pass a row for each prompt": rows != num_rows,
+            f"attention_mask has {shapes}, and no cache holds the tokens before: pass past_key_values of the earlier "
+            "turn, or a column for each token": width < columns or (width > columns and call.cached == 0),
             f"inputs_embeds of {columns} columns beside an attention_mask of {width}: embeddings that continue "
             "past_key_values are those of the whole conversation, as in plain generate()": call.embeds is not None
             and width > columns,
@@ -281,6 +289,7 @@ def _transformers_loop_obstacles(call: Call, obstacle: str) -> list[str]:
     attends, weights = call.support.text._attn_implementation, _returns_attentions(call)
     is_unfit, name = isinstance(call.cache, SlotCache | StaticCache), type(call.cache).__name__
     asked = " and ".join(type(each).__name__ for each in call.stopping_criteria if type(each) not in KNOWN_CRITERIA)
+    asked = asked.replace("StopStringCriteria", "stop_strings")
     return _present(
         {
             "the target's embedding is offloaded, and transformers' assisted loop looks there for the device of its "
@@ -315,7 +324,9 @@ def processor_obstacles(call: Call, vocab_size: int) -> Iterator[str]:
     for processor in call.logits_processor:
         name = type(processor).__name__
         if name in STATEFUL_PROCESSORS:
-            yield _keeps_state(name)
+            option, own = STATEFUL_PROCESSORS[name], call.support.target.generation_config
+            stated = _stated(call.generation_config, own, option)
+            yield f"{option} (a {name}) keeps state between calls: drop it, or drop assistant_model{stated}"
         elif not is_built_in(processor) and not isinstance(processor, ReversibleProcessor):
             try:
                 together, by_row = copy_of(processor), copy_of(processor)
@@ -354,9 +365,12 @@ def _found_by_trial(
                     f"{difference}. With a draft these {len(ids)} rows are processed one by one: make the result for "
                     "a row depend on its own input_ids and scores, call generate() per prompt, or drop assistant_model"
                 )
-    # The first call may set things up.
-    changes = not torch.equal(results[0], results[2]) or len(set(attributes)) > 1
-    return _keeps_state(name) if changes else None
+    if torch.equal(results[0], results[2]) and len(set(attributes)) == 1:  # the first call may set things up
+        return None
+    return (
+        f"the logits processor {name} keeps state between calls, and would be called on tokens "
+        "that may be rejected: make it a ReversibleProcessor or free of state, or drop assistant_model"
+    )
 
 
 def _difference_of_row(
@@ -370,10 +384,3 @@ def _difference_of_row(
         return None if same else "gets other scores"
     except Exception as error:  # whatever a user's object does with other rows than it knows
         return f"fails with {type(error).__name__}: {error}"
-
-
-def _keeps_state(name: str) -> str:
-    return (
-        f"the logits processor {name} keeps state between calls, and would be called on tokens "
-        "that may be rejected: make it a ReversibleProcessor or free of state, or drop assistant_model"
-    )

@@ -165,8 +165,8 @@ def plan_call(
     reasons = generation_obstacles(target) + support.draft_obstacles(draft.config, draft.drafts_blocks)
     reasons += option_obstacles(config, target.generation_config, schedule, max_drafts)
     draft.config.check_values("draft_top_k")
-    if draft.drafts_blocks and draft.device.type == "meta" and not hasattr(draft, "_hf_hook"):
-        reasons.append("the draft is on the meta device and has no weights: load it with from_pretrained()")
+    if draft.drafts_blocks and draft.device.type == "meta":
+        reasons.append("the draft is on the meta device, offloaded or without weights: load it onto another device")
     device = support.input_device
     if draft.drafts_blocks and draft.device.type == "cpu" and device.type not in ("cpu", "meta"):
         warnings.warn(

@@ -8,7 +8,6 @@ import copy
 import functools
 import inspect
 import itertools
-import os
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -62,10 +61,8 @@ def generate(original: Callable, target: PreTrainedModel, /, *args: Any, **kwarg
         return original(target, *args, **kwargs)
     if draft is None:
         return original(target, *args, **_without_slots(target, arguments, kwargs))
-    if isinstance(draft, (str, os.PathLike)):  # transformers would look for its config
+    if not hasattr(draft, "config"):  # a name, a container, a class, or what is left of a draft
         require_draft(draft)
-    if not hasattr(draft, "config"):  # a container, a class, or what is left of a draft
-        raise TypeError(f"assistant_model is a {type(draft).__name__}, which is no model: pass the draft itself")
     if not is_draft(draft):
         refuse_misread(draft)
         return original(target, *args, **_without_slots(target, arguments, kwargs))

@@ -142,8 +142,10 @@ def is_ordinary(model: Any) -> bool:
 
 
 def as_draft(model: Any, target: Any = None) -> Any:
-    """Return an ordinary model, if it is not the target itself, as a draft; anything else as it is."""
-    return AssistantDraft(model) if model is not target and is_ordinary(model) else model
+    """Return an ordinary model as a draft; anything else as it is. A `TypeError` if it is the target itself."""
+    if model is target and is_ordinary(model):
+        raise TypeError("the target is its own draft, which saves nothing: pass a smaller model, or 'ngram'")
+    return AssistantDraft(model) if is_ordinary(model) else model
 
 
 def _config_of(
