@@ -128,9 +128,8 @@ def test_a_draft_of_which_nothing_can_be_trained_is_refused(place, tmp_path):
         DSparkTrainer(draft, target, tiny_arguments(str(tmp_path)), tiny_rows(6))
 
 
-def test_models_may_be_named_by_paths(tmp_path):
-    for name, model in zip(("target", "draft"), tiny_pair(), strict=True):
-        model.save_pretrained(tmp_path / name)
-    arguments = tiny_arguments(str(tmp_path / "run"), max_steps=1)
-    trainer = DSparkTrainer(tmp_path / "draft", tmp_path / "target", arguments, tiny_rows(6))
-    assert trainer.train().global_step == 1
+@pytest.mark.parametrize("name", ["num_anchors", "max_length", "gradient_accumulation_steps"])
+@pytest.mark.parametrize("count", [0, -5])
+def test_numbers_below_one_are_refused_by_name(name, count, tmp_path):
+    with pytest.raises(ValueError, match=f"{name} must be at least 1, got {count}"):
+        tiny_arguments(str(tmp_path), **{name: count})

@@ -58,8 +58,9 @@ class DSparkTrainingArguments(LossWeights, TrainingArguments):
         # The rows' own columns are needed; the model's forward takes blocks.
         self.remove_unused_columns = False
         self.dataloader_pin_memory = self.dataloader_pin_memory and torch.accelerator.is_available()  # else it warns
-        if self.num_anchors < 1:
-            raise ValueError(f"num_anchors must be at least 1, got {self.num_anchors}")
+        for name in ("num_anchors", "max_length", "gradient_accumulation_steps"):
+            if (count := getattr(self, name)) is not None and count < 1:
+                raise ValueError(f"{name} must be at least 1, got {count}")
         if self.packing and self.max_length is None:
             raise ValueError("packing joins documents into rows of max_length tokens: give one, got None")
         if self.push_to_hub and self.hub_strategy in (HubStrategy.CHECKPOINT, HubStrategy.ALL_CHECKPOINTS):

@@ -108,8 +108,7 @@ class DSparkTrainer(Trainer):
             args._n_gpu = 1
         self.args = args
         draft = _draft_to_train(model, args)
-        is_name = isinstance(target, str | Path)
-        self.target = AutoModelForCausalLM.from_pretrained(target, dtype="auto") if is_name else target
+        self.target = AutoModelForCausalLM.from_pretrained(target, dtype="auto") if isinstance(target, str) else target
         self.processing_class = _tokenizer_of(self.target) if processing_class is None else processing_class
         self.source = TargetSource(draft, self.target, args)
         self.loss_weights = LossWeights(*(getattr(args, part.name) for part in fields(LossWeights)))
@@ -405,7 +404,7 @@ class DSparkTrainer(Trainer):
 
 def _draft_to_train(model: DraftModel | str, args: DSparkTrainingArguments) -> DraftModel:
     # Updates are smaller than half precision can hold: autocast computes in it, the weights stay wide.
-    draft = load_draft(model, dtype=torch.float32) if isinstance(model, str | Path) else model
+    draft = load_draft(model, dtype=torch.float32) if isinstance(model, str) else model
     require_draft(draft)
     if draft.device.type == "meta" or not any(each.requires_grad for each in draft.parameters()):
         raise ValueError("nothing of the draft can be trained: all is frozen, or on the meta device (offloaded)")
