@@ -47,8 +47,7 @@ def load_models(options: Namespace) -> tuple[PreTrainedModel, PreTrainedTokenize
 
 
 def load_target(options: Namespace) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Load a target in the dtype, on the devices and with the quantisation that are asked for, and its tokenizer. An
-    error names it: libraries say many things of files that are missing, damaged, or of another kind."""
+    """Load a target as it is asked for, and its tokenizer. An error names it, as those of libraries need not."""
     try:
         return _load_target(options)
     except Exception as error:  # a ValueError is of what was given

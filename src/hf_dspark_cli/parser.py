@@ -23,7 +23,6 @@ WRONG_WORDS = 2
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 FORMATS = ("hf_dspark", "deepspec", "speculators", "sglang", "transformers")  # `formats.tables` needs torch
 SHAPE = ("draft_kind", "num_hidden_layers", "block_size", "markov_rank", "markov_head_type", "target_layer_ids")
-MAY_BE_EMPTY = ("kept_in", "system_prompt")
 EPILOG = """hf-dspark COMMAND --help shows what a command does, with an example.
 
 exit codes: 0 done, 1 failed, 2 wrong arguments or input, 130 interrupted.
@@ -66,7 +65,7 @@ def parse(words: Sequence[str]) -> Namespace:
     for name in ("top_k", "top_p", "min_p"):
         if getattr(options, name, None) is not None and options.temperature == 0:
             parsers[options.command].error(f"--temperature 0 decodes greedily, which needs no --{name}: drop one")
-    if empty := [name for name, value in vars(options).items() if value == "" and name not in MAY_BE_EMPTY]:
+    if empty := [name for name, value in vars(options).items() if value == "" and name != "kept_in"]:
         parsers[options.command].error(f"{', '.join(empty)} is empty: is a variable of the shell not set?")
     shaped = [f"--{name}" for name in SHAPE if getattr(options, name, None) is not None]
     if shaped and options.draft is not None:

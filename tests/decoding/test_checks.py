@@ -160,6 +160,8 @@ REFUSED = {
     "threshold_above_one": (1, {"assistant_confidence_threshold": 1.5}, r"\[0, 1\]"),
     "threshold_negative": (1, {"assistant_confidence_threshold": -0.1}, r"\[0, 1\]"),
     "no_drafts": (1, {"num_assistant_tokens": 0}, "num_assistant_tokens"),
+    "half_a_draft": (1, {"num_assistant_tokens": 2.5}, "num_assistant_tokens must be a number of tokens.*got 2.5"),
+    "a_word_of_drafts": (1, {"num_assistant_tokens": "5"}, "num_assistant_tokens must be a number of tokens.*got '5'"),
     "schedule": (1, {"num_assistant_tokens_schedule": "heuristic"}, "num_assistant_tokens_schedule='heuristic'"),
     "prompt_lookup": (1, {"prompt_lookup_num_tokens": 3}, "prompt_lookup_num_tokens asks for other drafts"),
     "mtp": (1, {"use_mtp": True}, "use_mtp"),

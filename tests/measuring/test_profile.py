@@ -64,6 +64,14 @@ def test_profile_leaves_the_draft_as_it_was(target, draft):
     assert torch.equal(target.generate(ids, assistant_model=draft, **options), target.generate(ids, **options))
 
 
+def test_a_place_that_cannot_hold_the_table_is_named_before_anything_is_measured(target, draft, monkeypatch, tmp_path):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("HF_DSPARK_CACHE", str(tmp_path / "file" / "cache"))
+    monkeypatch.setattr("hf_dspark.measuring.profile._teach", lambda *_: pytest.fail("it was measured"))
+    with pytest.raises(ValueError, match="file/cache/profile.json cannot be written"):
+        profile_throughput(target, draft, (1, 2), (8, 9), repetitions=1)
+
+
 def test_profile_is_not_remembered_when_asked_not_to(target, draft):
     profile_throughput(target, draft, (1, 2), (8, 9), repetitions=1, cache=False)
     assert find_cost(target, draft) is None

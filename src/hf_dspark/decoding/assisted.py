@@ -14,7 +14,6 @@ import torch
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 from transformers.generation import CandidateGenerator
 
-from ..models.auto import require_pair
 from ..models.modeling_draft import DraftModel
 from ..sampling.distributions import Scores
 from ..sampling.drafts import Verified
@@ -79,7 +78,6 @@ class DSparkCandidateGenerator(CandidateGenerator):
         logits_processor: LogitsProcessorList | None = None,
         options: DecodingOptions | None = None,
     ) -> None:
-        require_pair(target, draft)
         config = copy.copy(generation_config or target.generation_config)
         drop_cache_of_files(target, config)
         plan, reasons = plan_call(target, draft, options or draft.decoding, config, {})

@@ -87,7 +87,8 @@ def option_obstacles(
             f"{stated(*others)}": others,
             f"num_assistant_tokens_schedule={schedule!r} is not known to this draft: drop it. A policy adapts the "
             "number of tokens: draft.decoding = DecodingOptions(policy=...)": schedule not in (None, "constant"),
-            f"num_assistant_tokens must be at least 1, got {max_drafts}": max_drafts is not None and max_drafts < 1,
+            f"num_assistant_tokens must be a number of tokens, at least 1, got {max_drafts!r}": max_drafts is not None
+            and (type(max_drafts) is not int or max_drafts < 1),
         }
     )
 

@@ -13,6 +13,7 @@ from transformers.utils.logging import tqdm
 from ..decoding.drafter import Drafter
 from ..decoding.loop import DecodingLoop
 from ..decoding.request import Call, Request, StopRule
+from ..files import require_writable
 from ..models.auto import require_pair
 from ..models.modeling_draft import DraftModel
 from ..models.slot_cache import SlotCache
@@ -21,7 +22,7 @@ from ..scheduling.learning import LearnedCosts
 from ..scheduling.options import DecodingOptions
 from ..scheduling.policies import Policy
 from ..scheduling.rounds import RoundOutcome
-from ..scheduling.step_costs import Machine, ThroughputProfile, estimated_cost, keep_profile, read_again
+from ..scheduling.step_costs import Machine, ThroughputProfile, cache_folder, estimated_cost, keep_profile, read_again
 from ..targets.support import TargetSupport
 
 
@@ -76,6 +77,8 @@ def profile_throughput(
         raise ValueError(f"context_lengths must stay below the target's {longest}, got {context_lengths[-1]}")
     if repetitions < 1:
         raise ValueError(f"repetitions must be at least 1, got {repetitions}")
+    if cache:
+        require_writable(cache_folder() / "profile.json")
     draft.bind(target)
     width, guess = 1 + draft.config.block_size, estimated_cost(target, draft)
     tokens = (*range(1, width), *(width * size for size in batch_sizes))
