@@ -463,6 +463,15 @@ def operations() -> Rows:
         yield name.replace("Scheduler", "trees of 15"), *counts, *map(number, ratios), number(whole["waits"], 1)
 
 
+@table("host")
+def host_time() -> Rows:
+    """What rounds take outside of both models, at an earlier revision and now."""
+    yield "", "before: ms", "now: ms", "ratio", "ratio of whole rounds"
+    for cell in load("host")["cells"]:
+        milliseconds = (number(1e3 * each) for each in cell["seconds"]["host"])
+        yield REGIMES[cell["regime"]], *milliseconds, number(cell["ratios"]["host"]), number(cell["ratios"]["round"])
+
+
 @table("learning")
 def learning() -> Rows:
     """What a draft learns by itself, and what one costs that never pays."""
