@@ -123,12 +123,12 @@ def test_every_module_stands_on_a_floor():
     assert {folder_of(module) for module in RULED} == FLOORS.keys()
 
 
-@pytest.mark.parametrize("module", RULED)
-def test_module_imports_the_floors_below_only(module):
-    own, foreign = imports(ast.walk(MODULES[module]), module)
-    folder = folder_of(module)
-    wrong = {name for name in own if "(" in name or folder_of(name) not in FLOORS[folder] | {folder}}
-    assert not wrong and "hf_dspark_cli" not in foreign, f"{module} imports {sorted(wrong | foreign)}"
+def test_modules_import_the_floors_below_only():
+    for module in RULED:
+        own, foreign = imports(ast.walk(MODULES[module]), module)
+        folder = folder_of(module)
+        wrong = {name for name in own if "(" in name or folder_of(name) not in FLOORS[folder] | {folder}}
+        assert not wrong and "hf_dspark_cli" not in foreign, f"{module} imports {sorted(wrong | foreign)}"
 
 
 def test_no_modules_import_each_other_in_a_circle():
@@ -139,27 +139,26 @@ def test_no_modules_import_each_other_in_a_circle():
         arrows = {module: targets for module, targets in arrows.items() if module not in leaves}
 
 
-@pytest.mark.parametrize("module", [module for module in RULED if folder_of(module) == "sampling"])
-def test_sampling_needs_torch_numpy_and_the_standard_library_only(module):
-    _, foreign = imports(ast.walk(MODULES[module]), module)
-    assert foreign <= set(sys.stdlib_module_names) | {"torch", "numpy"}
+def test_sampling_needs_torch_numpy_and_the_standard_library_only():
+    for module in RULED:
+        if folder_of(module) == "sampling":
+            _, foreign = imports(ast.walk(MODULES[module]), module)
+            assert foreign <= set(sys.stdlib_module_names) | {"torch", "numpy"}, module
 
 
-@pytest.mark.parametrize("module", RULED)
-def test_file_is_short_enough_to_be_read(module):
-    assert len((PACKAGE / f"{module.replace('.', '/')}.py").read_text().splitlines()) <= 500
+def test_files_are_short_enough_to_be_read():
+    for module in RULED:
+        assert len((PACKAGE / f"{module.replace('.', '/')}.py").read_text().splitlines()) <= 500, module
 
 
-@pytest.mark.parametrize(
-    "module", sorted(MODULES.keys() - {"decoding.assisted", "decoding.install", "targets.transformers_api"})
-)
-def test_private_generation_api_is_named_where_it_is_wrapped_only(module):
-    assert not names_in(MODULES[module]) & PRIVATE_GENERATION_NAMES
+def test_private_generation_api_is_named_where_it_is_wrapped_only():
+    for module in MODULES.keys() - {"decoding.assisted", "decoding.install", "targets.transformers_api"}:
+        assert not names_in(MODULES[module]) & PRIVATE_GENERATION_NAMES, module
 
 
-@pytest.mark.parametrize("module", sorted(MODULES.keys() - {"targets.transformers_api"}))
-def test_private_attributes_of_transformers_are_named_in_one_place_only(module):
-    assert not names_in(MODULES[module]) & PRIVATE_ATTRIBUTES
+def test_private_attributes_of_transformers_are_named_in_one_place_only():
+    for module in MODULES.keys() - {"targets.transformers_api"}:
+        assert not names_in(MODULES[module]) & PRIVATE_ATTRIBUTES, module
 
 
 def test_private_attributes_of_transformers_are_there():
@@ -172,15 +171,15 @@ def test_the_wraps_name_private_generation_api():
     assert wrapped <= names_in(MODULES["decoding.install"])
 
 
-@pytest.mark.parametrize("module", sorted(MODULES.keys() - {"models.slot_cache"}))
-def test_lengths_of_a_cache_are_written_by_the_cache_alone(module):
-    assert not [name for name in written_attributes(MODULES[module]) if name in {"lengths", "_lengths"}]
+def test_lengths_of_a_cache_are_written_by_the_cache_alone():
+    for module in MODULES.keys() - {"models.slot_cache"}:
+        assert not {"lengths", "_lengths"} & set(written_attributes(MODULES[module])), module
 
 
-@pytest.mark.parametrize("module", sorted(MODULES))
-def test_heavy_packages_are_imported_where_they_are_used(module):
-    _, foreign = imports(at_import_time(MODULES[module]), module)
-    assert not foreign & IMPORTED_WHERE_USED
+def test_heavy_packages_are_imported_where_they_are_used():
+    for module, tree in MODULES.items():
+        _, foreign = imports(at_import_time(tree), module)
+        assert not foreign & IMPORTED_WHERE_USED, module
 
 
 @pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md", "THIRD_PARTY.md", "benchmarks/README.md"])

@@ -185,16 +185,15 @@ def is_case(name: str, section: str, key: str) -> bool:
     return not is_read and not (key in OF_SECTIONS_ALONE and is_strange)
 
 
-@pytest.mark.parametrize(
-    ("name", "section", "key"), [(*where, key) for where in SECTIONS for key in UNREAD if is_case(*where, key)]
-)
-def test_keys_that_change_layers_and_are_not_read_are_refused_by_name(name, section, key):
-    changed = with_place(BASES[name], section + key, UNREAD[key])
-    with pytest.raises(ValueError, match=f"{section}{key} is .*(delete the key|quantised)"):
-        read(changed)
-    neutral = next((values for names, values in _COMPUTING if names.search(key)), None)
-    for value in (None, *(neutral or ())):
-        assert read(with_place(BASES[name], section + key, value)) == read(BASES[name])
+@pytest.mark.parametrize(("name", "section"), SECTIONS)
+def test_keys_that_change_layers_and_are_not_read_are_refused_by_name(name, section):
+    base, plain = BASES[name], read(BASES[name])
+    for key in (key for key in UNREAD if is_case(name, section, key)):
+        with pytest.raises(ValueError, match=f"{section}{key} is .*(delete the key|quantised)"):
+            read(with_place(base, section + key, UNREAD[key]))
+        neutral = next((values for names, values in _COMPUTING if names.search(key)), None)
+        for value in (None, *(neutral or ())):
+            assert read(with_place(base, section + key, value)) == plain, key
 
 
 @pytest.mark.parametrize("section", ["dflash_config", "dspark_config"])
@@ -207,10 +206,10 @@ def test_unknown_keys_of_a_drafts_own_section_are_refused_by_name(section):
 
 
 @pytest.mark.parametrize("name", BASES)
-@pytest.mark.parametrize("key", ["markov_order", "confidence_scale", "dspark_version", "dflash_mode"])
-def test_keys_that_only_drafts_have_are_refused_at_the_top_of_every_format(name, key):
-    with pytest.raises(ValueError, match=f"config.json: {key} is 'new'"):
-        read(BASES[name] | {key: "new"})
+def test_keys_that_only_drafts_have_are_refused_at_the_top_of_every_format(name):
+    for key in ("markov_order", "confidence_scale", "dspark_version", "dflash_mode"):
+        with pytest.raises(ValueError, match=f"config.json: {key} is 'new'"):
+            read(BASES[name] | {key: "new"})
 
 
 @pytest.mark.parametrize("given", [{"target_layer_ids": None, "num_target_layers": 12}, {"target_layer_ids": [1, 3]}])
@@ -230,6 +229,15 @@ def test_places_that_disagree_are_named(key):
         read(with_place(nested, key, 7))
 
 
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [({"shift_label": False}, "contradicts the layout"), ({"rope_theta": None}, "lacks 'rope_parameters'")],
+)
+def test_layouts_that_contradict_themselves_or_lack_a_key_are_refused_by_name(change, message):
+    with pytest.raises(ValueError, match=message):
+        read(FLAT | change)
+
+
 COPIED = {
     "partial_rotary_factor": 0.25, "attn_output_gate": True, "full_attention_interval": 4, "linear_num_key_heads": 16,
     "final_logit_softcapping": 30.0, "embedding_multiplier": 12.0, "residual_multiplier": 0.2, "mlp_bias": True,
@@ -239,11 +247,11 @@ COPIED = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("key", COPIED)
-def test_what_deepspec_copies_of_a_target_says_nothing_about_its_layers(key):
-    base = BASES["deepspec"]
-    changed, plain = read(base | {key: COPIED[key]}), read(base)
-    assert {name for name in plain if changed[name] != plain[name]} <= {"target_model_type"}
+def test_what_deepspec_copies_of_a_target_says_nothing_about_its_layers():
+    base, plain = BASES["deepspec"], read(BASES["deepspec"])
+    for key, value in COPIED.items():
+        changed = read(base | {key: value})
+        assert {name for name in plain if changed[name] != plain[name]} <= {"target_model_type"}, key
 
 
 @pytest.mark.parametrize("name", ["deepspec", "flat", "speculators"])
@@ -270,6 +278,7 @@ def test_layers_of_other_architectures_are_refused_by_name(architecture):
 @pytest.mark.parametrize(
     ("key", "expected"),
     [
+        ({}, {"markov_rank": 6, "rope_parameters": {"rope_type": "default", "rope_theta": 5000.0}}),
         ({"rope_is_neox_style": False}, {"rope_interleaved": True}),
         ({"is_neox_style": False}, {"rope_interleaved": True}),
         ({"architectures": ["Lfm2DSparkDraftModel"]}, {"block_size": 5, "sample_from_anchor": True}),
@@ -353,28 +362,30 @@ ELSEWHERE = {
 }  # fmt: skip
 
 
+def there_and_back(config: PreTrainedConfig, format: str) -> PreTrainedConfig:
+    """Return a configuration as it is read from what is written of it; such a draft may be refused: ValueError."""
+    written = config_to_format(config, find_format(format, config), FACTS)
+    entry = recognise(json.loads(json.dumps(written)))
+    return type(config).from_dict(config_from_format(written, entry, FACTS))
+
+
 @pytest.mark.parametrize("format", ["deepspec", "speculators", "sglang", "transformers"])
-@pytest.mark.parametrize("name", FIELDS)
-def test_no_fact_is_lost_on_the_way_through_a_format(name, format):
-    base = HELD | BY_FORMAT.get(format, {})
-    held = 0
-    for value in FIELDS[name]:
+def test_no_fact_is_lost_on_the_way_through_a_format(format):
+    base, held = HELD | BY_FORMAT.get(format, {}), set()
+    for name, value in ((name, value) for name, values in FIELDS.items() for value in values):
         try:
             config = DSparkConfig(**base | TOGETHER.get(name, {}) | {name: value})
-            written = config_to_format(config, find_format(format, config), FACTS)
+            back = there_and_back(config, format)
         except ValueError:
-            continue  # such a draft is refused
-        entry = recognise(json.loads(json.dumps(written)))
-        back = DSparkConfig.from_dict(config_from_format(written, entry, FACTS))
+            continue
         ours, theirs = config.to_diff_dict(), back.to_diff_dict()
         lost = {key for key in ours.keys() | theirs.keys() if ours.get(key) != theirs.get(key)}
         # Where the format has no place for it, the target says what it is. Without a head, its type means nothing.
         of_target = {"vocab_size"} if format == "transformers" else set()
         unused = {"markov_head_type"} if config.markov_rank == 0 else set()
-        assert lost <= {"architectures", "num_target_layers", "target_model_type"} | of_target | unused
-        held += 1
-    if name in ("block_size", "mask_token_id", "rope_parameters", "rms_norm_eps"):
-        assert held
+        assert lost <= {"architectures", "num_target_layers", "target_model_type"} | of_target | unused, (name, value)
+        held.add(name)
+    assert held >= {"block_size", "mask_token_id", "rope_parameters", "rms_norm_eps"}
 
 
 def test_every_field_of_a_draft_is_tried():
@@ -409,10 +420,8 @@ def test_one_set_of_rotary_parameters_is_read_for_all_layers(kinds):
 )  # fmt: skip
 def test_no_fact_of_an_eagle3_draft_is_lost_either(format, name, value):
     facts = {key: each for key, each in HELD.items() if not key.startswith(("markov", "mask"))}
-    config = Eagle3Config(**facts | {name: value})
     try:
-        written = config_to_format(config, find_format(format, config), FACTS)
+        back = there_and_back(Eagle3Config(**facts | {name: value}), format)
     except ValueError:
-        return  # such a draft is refused
-    entry = recognise(json.loads(json.dumps(written)))
-    assert getattr(Eagle3Config.from_dict(config_from_format(written, entry, FACTS)), name) == value
+        return
+    assert getattr(back, name) == value
