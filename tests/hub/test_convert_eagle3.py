@@ -1,7 +1,5 @@
 """EAGLE-3 drafts on their way between formats: nothing that they compute with is lost, or the format is refused."""
 
-import json
-
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -9,6 +7,7 @@ from safetensors.torch import load_file
 from hf_dspark import Eagle3Config, Eagle3DraftModel, convert_checkpoint
 from hf_dspark.models.slot_cache import SlotCache
 from hf_dspark.sampling.drafts import ChainSampler
+from tests.config_files import read_config
 from tests.eagle3_target import HIDDEN_SIZE, fill, make_target
 from tests.models.test_published_eagle3 import PROJECTS
 
@@ -61,7 +60,7 @@ def test_flat_files_have_the_names_that_engines_look_for(fixtures, eagle3_target
     report = convert_checkpoint(source, tmp_path / "there", "sglang", target=eagle3_target[1], engine="sglang")
     theirs, written = (load_file(folder / "model.safetensors") for folder in (source, report.folder))
     assert theirs.keys() == written.keys() and all(torch.equal(theirs[name], written[name]) for name in theirs)
-    before, after = (json.loads((folder / "config.json").read_text()) for folder in (source, report.folder))
+    before, after = (read_config(folder) for folder in (source, report.folder))
     for name in ("architectures", "draft_vocab_size", "fc_norm", "head_dim", "rope_theta", "eagle_config"):
         assert after[name] == before[name]
     assert after["rope_scaling"].items() <= before["rope_scaling"].items()

@@ -11,6 +11,7 @@ from hf_dspark import convert_checkpoint, inspect_draft
 from hf_dspark.formats.checkpoint import Checkpoint
 from hf_dspark.hub.inspection import memory_needed
 from hf_dspark.models.auto import load_draft
+from tests.config_files import change_config, read_config
 from tests.training.tiny import tiny_pair
 
 FORMATS = {
@@ -60,8 +61,7 @@ def test_what_is_said_is_what_loading_makes_of_it(written, monkeypatch, kind, fo
 
 def test_places_and_keys_that_nothing_reads_are_named(written):
     folder = written("dspark", "sglang")[2]
-    config = json.loads((folder / "config.json").read_text()) | {"use_mrope": None}
-    (folder / "config.json").write_text(json.dumps(config | {"some_label": "x"}))
+    change_config(folder, use_mrope=None, some_label="x")
     found = inspect_draft(folder).found
     assert "attention_output_bias from attention_bias" in found["read"]
     assert "some_label: no layer reads it" in found["ignored"]
@@ -83,7 +83,7 @@ REFUSED = {
 def test_a_refused_draft_is_described_as_far_as_it_is_known(written, what):
     change, message = REFUSED[what]
     target, _, folder = written("dspark", "hf_dspark")
-    config, weights = json.loads((folder / "config.json").read_text()), load_file(folder / "model.safetensors")
+    config, weights = read_config(folder), load_file(folder / "model.safetensors")
     change(config, weights)
     (folder / "config.json").write_text(json.dumps(config))
     save_file(weights, folder / "model.safetensors")
@@ -132,7 +132,5 @@ def test_memory_is_told_from_config_and_headers(make_target, make_draft, tmp_pat
         assert (weights, cache) == (4 * stored, layers * 2 * 2 * 12 * 4)
         assert memory_needed(str(tmp_path / name), "bfloat16") == (2 * stored, cache // 2)
         assert memory_needed(str(tmp_path / name), "bfloat16", bits=4) == (stored // 2, cache // 2)
-    config = json.loads((tmp_path / "target" / "config.json").read_text())
-    config["layer_types"] = ["linear_attention"] * 3 + ["full_attention"]
-    (tmp_path / "target" / "config.json").write_text(json.dumps(config))
+    change_config(tmp_path / "target", layer_types=["linear_attention"] * 3 + ["full_attention"])
     assert memory_needed(str(tmp_path / "target"))[1] == 2 * 2 * 12 * 4

@@ -24,6 +24,7 @@ from hf_dspark.hub.repository import (
     write_remote_code,
 )
 from hf_dspark.measuring.results import describe_draft, describe_target, write_result
+from tests.config_files import read_config
 from tests.hub.loopback_hub import TOKEN, LoopbackHub
 
 pytestmark = pytest.mark.xdist_group("hub")  # one server, one publication
@@ -175,7 +176,7 @@ def test_a_loaded_repository_is_saved_without_code_that_is_not_there(draft, tmp_
     convert_checkpoint(tmp_path / "first", tmp_path / "third", "hf_dspark")
     for name in ("second", "third"):
         assert sorted(path.name for path in (tmp_path / name).iterdir()) == ["config.json", "model.safetensors"]
-        assert "auto_map" not in json.loads((tmp_path / name / "config.json").read_text())
+        assert "auto_map" not in read_config(tmp_path / name)
 
 
 def test_remote_code_of_an_older_version_is_replaced(draft, tmp_path):

@@ -14,6 +14,7 @@ from huggingface_hub.hf_api import ModelInfo
 from hf_dspark import attach, detach
 from hf_dspark.hub import search
 from hf_dspark.hub.search import find_drafts
+from tests.config_files import change_config
 
 NAME = "someone/target"
 
@@ -37,8 +38,7 @@ def altered(folder, tmp_path):
 
     def make(name: str, weights: bool = True, **facts) -> str:
         shutil.copytree(folder, copied := tmp_path / name)
-        config = json.loads((copied / "config.json").read_text()) | facts
-        (copied / "config.json").write_text(json.dumps(config))
+        change_config(copied, **facts)
         if not weights:
             (copied / "model.safetensors").unlink()
         return str(copied)

@@ -16,6 +16,7 @@ from hf_dspark.hub.convert import convert_checkpoint
 from hf_dspark.hub.inspection import inspect_draft
 from hf_dspark.models.auto import load_draft
 from hf_dspark.models.slot_cache import SlotCache
+from tests.config_files import change_config
 
 pytestmark = pytest.mark.usefixtures("bitsandbytes")
 PAIR = Path(__file__).parents[2] / "examples" / "gsm8k_pair"
@@ -227,8 +228,7 @@ def test_other_quantisations_are_refused_before_weights_are_read(tmp_path, metho
         with pytest.raises(ValueError, match=f"{method}.*bitsandbytes or not at all.*BitsAndBytesConfig"):
             load_draft(folder, quantization_config=given)
     (folder / "model.safetensors").unlink()
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": given}))
+    change_config(folder, quantization_config=given)
     with pytest.raises(ValueError, match="'quantization_config'.*bitsandbytes or not at all.*full precision"):
         load_draft(folder)
 
