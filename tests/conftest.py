@@ -27,6 +27,7 @@ from transformers import (
 import hf_dspark
 from hf_dspark.scheduling.costs import ThroughputTable
 from hf_dspark.scheduling.learning import LearnedAcceptance, LearnedCosts
+from hf_dspark.scheduling.step_costs import known_profiles
 
 # Two threads win nothing at these sizes, and lose much when anything else runs.
 torch.set_num_threads(1)
@@ -217,6 +218,15 @@ def wide_pair() -> tuple[Qwen3ForCausalLM, hf_dspark.DSparkDraftModel]:
     draft = hf_dspark.DSparkDraftModel(config).eval()
     draft.decoding = hf_dspark.DecodingOptions(policy=hf_dspark.FullBlock())
     return target, draft
+
+
+@pytest.fixture
+def own_cache(tmp_path, monkeypatch):
+    """An empty cache of what was measured and learnt on this machine."""
+    monkeypatch.setenv("HF_DSPARK_CACHE", str(tmp_path / "cache"))
+    known_profiles.cache_clear()
+    yield tmp_path / "cache"
+    known_profiles.cache_clear()
 
 
 @pytest.fixture(autouse=True)

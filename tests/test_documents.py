@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 
 import hf_dspark
-from hf_dspark.scheduling.step_costs import known_profiles
 from tests.hub.loopback_hub import TOKEN, LoopbackHub
 from tests.printed import LEFT_OUT, PAGES, ROOT, SMALL, SUBSTITUTES, blocks, make_checkout, substituted
 
@@ -20,15 +19,12 @@ QUICK = [page for page in PAGES[1] if not page.endswith(("training.md", "sharing
 
 
 @pytest.fixture
-def checkout(tmp_path, monkeypatch) -> list[str]:
+def checkout(own_cache, tmp_path, monkeypatch) -> list[str]:
     """A folder that looks like a checkout and may be written to; nothing is remembered in the user's cache. Returns
     prompts."""
-    monkeypatch.setenv("HF_DSPARK_CACHE", str(tmp_path / "cache"))
     prompts = make_checkout(tmp_path)
     monkeypatch.chdir(tmp_path)
-    known_profiles.cache_clear()
-    yield prompts
-    known_profiles.cache_clear()
+    return prompts
 
 
 def python_of(path: Path) -> list[str]:

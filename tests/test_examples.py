@@ -61,22 +61,18 @@ def test_the_chat_notebook_answers_as_without_the_draft(in_examples, tmp_path, c
 
 
 @pytest.mark.slow
-def test_the_scheduling_notebook_calibrates_profiles_and_schedules(in_examples, tmp_path, capsys, monkeypatch):
+def test_the_scheduling_notebook_calibrates_profiles_and_schedules(in_examples, own_cache, tmp_path, capsys):
     import matplotlib
 
-    from hf_dspark.scheduling.step_costs import known_profiles
-
     matplotlib.use("Agg")
-    monkeypatch.setenv("HF_DSPARK_CACHE", str(tmp_path / "cache"))
     name = "calibrate_and_schedule.ipynb"
     try:
         left = run_notebook(name, SMALL[name] | {"OUTPUT_DIR": str(tmp_path / "out")})
     finally:
-        known_profiles.cache_clear()
         matplotlib.pyplot.close("all")
     assert left["report"].temperatures == left["draft"].config.sts_temperatures["sampled"]
     assert left["draft"].config.sts_temperatures.keys() == {"default", "greedy", "sampled"}
-    assert (tmp_path / "out" / "config.json").exists() and list((tmp_path / "cache").glob("*.json"))
+    assert (tmp_path / "out" / "config.json").exists() and list(own_cache.glob("*.json"))
     assert (tmp_path / "out" / "reliability.png").stat().st_size > 10_000
     assert "scheduled" in capsys.readouterr().out
 

@@ -12,19 +12,10 @@ from hf_dspark import (
     profile_throughput,
 )
 from hf_dspark.scheduling.learning import LearnedCosts
-from hf_dspark.scheduling.step_costs import experience_of, find_cost, known_profiles
+from hf_dspark.scheduling.step_costs import experience_of, find_cost
 
-pytestmark = pytest.mark.learns
+pytestmark = [pytest.mark.learns, pytest.mark.usefixtures("own_cache")]
 SETTINGS = {"batch_sizes": (1, 2), "context_lengths": (8, 24), "repetitions": 1}
-
-
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path, monkeypatch):
-    """Each test has an empty cache."""
-    monkeypatch.setenv("HF_DSPARK_CACHE", str(tmp_path / "cache"))
-    known_profiles.cache_clear()
-    yield
-    known_profiles.cache_clear()
 
 
 def test_a_profile_runs_rounds_of_every_size_and_is_where_calls_begin(target, draft, monkeypatch):

@@ -162,12 +162,10 @@ def test_looking_again_becomes_rarer_until_it_pays():
 
 
 @pytest.fixture
-def own_cache(tmp_path, monkeypatch):
-    monkeypatch.setenv("HF_DSPARK_CACHE", str(tmp_path / "cache"))
+def only_cache(own_cache, tmp_path, monkeypatch):
+    """An empty cache, and no shipped tables."""
     monkeypatch.setattr(step_costs, "SHIPPED_TABLES", tmp_path)
-    known_profiles.cache_clear()
-    yield tmp_path / "cache"
-    known_profiles.cache_clear()
+    return own_cache
 
 
 def taught(target, draft, rounds=64):
@@ -178,11 +176,11 @@ def taught(target, draft, rounds=64):
     return costs
 
 
-def test_what_was_learnt_is_where_the_next_process_begins(target, draft, own_cache):
+def test_what_was_learnt_is_where_the_next_process_begins(target, draft, only_cache):
     taught(target, draft, 63)
-    assert not own_cache.exists()
+    assert not only_cache.exists()
     costs = taught(target, draft, 1)
-    (kept,) = own_cache.glob("*.learned.json")
+    (kept,) = only_cache.glob("*.learned.json")
     assert ThroughputProfile.from_dict(json.loads(kept.read_text())).table.provenance["learned_rounds"] == 64
     known_profiles.cache_clear()
     step_costs._experiences.clear()
@@ -194,7 +192,7 @@ def test_what_was_learnt_is_where_the_next_process_begins(target, draft, own_cac
     assert "estimate" in experience_of(target, draft).name
 
 
-def test_writers_do_not_meet_and_a_read_only_place_is_no_fault(target, draft, own_cache, monkeypatch):
+def test_writers_do_not_meet_and_a_read_only_place_is_no_fault(target, draft, only_cache, monkeypatch):
     table = taught(target, draft).table()
     machine = step_costs.Machine.of(target, draft)
     writers = [
@@ -205,7 +203,7 @@ def test_writers_do_not_meet_and_a_read_only_place_is_no_fault(target, draft, ow
     for writer in writers:
         writer.join()
     assert [path.name for path in cache_folder().iterdir()] == [f"{machine.key}.learned.json"]
-    ThroughputProfile.from_dict(json.loads(next(own_cache.iterdir()).read_text()))
+    ThroughputProfile.from_dict(json.loads(next(only_cache.iterdir()).read_text()))
     monkeypatch.setenv("HF_DSPARK_CACHE", "/proc/nowhere")
     taught(target, draft, 64)
 

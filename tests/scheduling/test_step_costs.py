@@ -8,27 +8,21 @@ import re
 import pytest
 import torch
 
-from hf_dspark import Scheduler, fast_linears, profile_throughput
+from hf_dspark import fast_linears, profile_throughput
 from hf_dspark.cpu import small_batch_gemm
 from hf_dspark.cpu.small_batch_gemm import Gain
-from hf_dspark.decoding.hook import default_policy
 from hf_dspark.scheduling import step_costs as profiling
-from hf_dspark.scheduling.costs import Load, ThroughputTable
+from hf_dspark.scheduling.costs import ThroughputTable
 from hf_dspark.scheduling.step_costs import ThroughputProfile, find_cost, known_profiles
-
-SHIPPED = profiling.SHIPPED_TABLES
 
 
 @pytest.fixture(autouse=True)
-def own_cache(tmp_path, monkeypatch):
+def shipped(own_cache, tmp_path, monkeypatch):
     """Each test has an empty cache and no shipped tables, and has been told nothing."""
-    shipped = tmp_path / "package"
-    shipped.mkdir()
-    monkeypatch.setenv("HF_DSPARK_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(profiling, "SHIPPED_TABLES", shipped)
-    known_profiles.cache_clear()
-    yield shipped
-    known_profiles.cache_clear()
+    folder = tmp_path / "package"
+    folder.mkdir()
+    monkeypatch.setattr(profiling, "SHIPPED_TABLES", folder)
+    return folder
 
 
 @pytest.fixture
@@ -81,10 +75,10 @@ def test_a_table_of_other_threads_is_taken(target, draft, profile):
     assert find_cost(target, draft).steps_per_second == pytest.approx(profile.table.steps_per_second)
 
 
-def test_shipped_tables_serve_until_the_machine_is_measured(target, draft, own_cache):
+def test_shipped_tables_serve_until_the_machine_is_measured(target, draft, shipped):
     measured = profile_throughput(target, draft, (1, 2), (8, 9), repetitions=1, cache=False)
     machine = dataclasses.replace(measured.machine, versions={"torch": "2.0"})
-    keep(dataclasses.replace(measured, machine=machine, table=ThroughputTable((1, 2), (1.0, 1.0))), folder=own_cache)
+    keep(dataclasses.replace(measured, machine=machine, table=ThroughputTable((1, 2), (1.0, 1.0))), folder=shipped)
     assert find_cost(target, draft).verify_tokens == (1, 2)
     keep(measured)
     assert find_cost(target, draft).verify_tokens == measured.table.verify_tokens
@@ -107,18 +101,3 @@ def test_a_broken_table_is_ignored_with_a_warning(target, draft, profile, caplog
     with caplog.at_level(logging.WARNING, logger="hf_dspark"):
         assert find_cost(target, draft) is not None
     assert "ignoring the throughput table" in caplog.text and "broken.json" in caplog.text
-
-
-@pytest.mark.parametrize("table", sorted(SHIPPED.glob("*.json")), ids=lambda path: path.name)
-def test_shipped_tables_can_be_read(table):
-    table = ThroughputProfile.from_dict(json.loads(table.read_text())).table
-    assert 0 < table.drafting < 1 / max(table.steps_per_second)
-
-
-def test_measured_tables_are_where_the_scheduler_of_generate_begins(target, draft, profile):
-    ids = torch.tensor([[5, 6, 7]])
-    target.generate(ids, attention_mask=torch.ones_like(ids), assistant_model=draft, max_new_tokens=8)
-    used = default_policy(draft, target)
-    assert draft.last_stats.policy == used.to_dict() and used == Scheduler(used.cost)
-    assert used.cost.name == f"learned from {find_cost(target, draft).name}"
-    assert used.cost.costs.at(Load()).verify_tokens == profile.table.verify_tokens
