@@ -83,10 +83,11 @@ def tensors_of(output) -> list[torch.Tensor]:
 
 
 def assert_same(found, expected):
-    """Compare what a device gave with what the CPU gave."""
+    """Compare what a device gave with what the CPU gave: the same tokens, and the same numbers up to rounding."""
     found, expected = tensors_of(found), tensors_of(expected)
     assert {each.device for each in found} == {DEVICE}
-    assert all(torch.equal(one.cpu(), other) for one, other in zip(found, expected, strict=True))
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one.cpu(), other, atol=1e-5, rtol=1e-5)  # products may depend on the address
 
 
 def decode(target, draft, place, rows=1, policy=None, **options):
