@@ -1,6 +1,7 @@
 """Exact distributions of decoding rounds by enumeration, and the distances between distributions."""
 
 import itertools
+import math
 from collections import Counter
 
 import numpy as np
@@ -222,17 +223,26 @@ def output_distribution(target_distribution, draft, policy, claimed_distribution
     return extend(target_distribution, distribution, gamma + 1)
 
 
-def extend(target_distribution, distribution, length):
+def extend(target_distribution, distribution, length, vocab=VOCAB):
     """Continue every sequence with the target's own distribution."""
     complete = {}
     for sequence, probability in distribution.items():
         missing = length - len(sequence)
-        for tail in itertools.product(range(VOCAB), repeat=missing):
+        for tail in itertools.product(range(vocab), repeat=missing):
             mass = probability
             for index in range(missing):
-                mass *= target_distribution(sequence + tail[:index])[tail[index]].item()
+                mass *= float(target_distribution(sequence + tail[:index])[tail[index]])
             complete[sequence + tail] = complete.get(sequence + tail, 0.0) + mass
     return complete
+
+
+def joint_distribution(distributions):
+    """Return the distribution of independent rows together."""
+    outcomes = (
+        zip(*each, strict=True)
+        for each in itertools.product(*(distribution.items() for distribution in distributions))
+    )
+    return {sequences: math.prod(masses) for sequences, masses in outcomes}
 
 
 def distribution_of_call(target, length, processors=(), eos=None, prompt=PROMPT):
@@ -279,14 +289,25 @@ def chi_square_p_value(counts, distribution):
     return scipy.stats.chisquare(observed, [rounded * count for count in expected]).pvalue
 
 
-def p_value_of_samples(target, draft, calls=5, rows=200, length=6):
-    """Return the p-value of the first tokens that calls with a draft draw."""
+def claim_flat_drafts(monkeypatch):
+    """Let drafts be tested against a distribution that they were not drawn from."""
+    honest = Chains.draw
+
+    def flattened(self, *arguments):
+        token_ids, distribution = honest(self, *arguments)
+        return token_ids, TokenDistribution(torch.full_like(distribution.probs, 1 / VOCAB))
+
+    monkeypatch.setattr(Chains, "draw", flattened)
+
+
+def p_value_of_samples(target, draft, calls=5, rows=200, length=6, processors=(), **options):
+    """Return the p-value of the first tokens that calls with a draft draw; `processors` are those of the options."""
     torch.manual_seed(7)
     counts = Counter()
     for _ in range(calls):
         output = target.generate(
             PROMPT, attention_mask=torch.ones_like(PROMPT), assistant_model=draft, do_sample=True, top_k=0,
-            max_new_tokens=length + 1, pad_token_id=0, eos_token_id=None, num_return_sequences=rows,
+            max_new_tokens=length + 1, pad_token_id=0, eos_token_id=None, num_return_sequences=rows, **options,
         )  # fmt: skip
         counts.update(tuple(row[PROMPT.shape[1] :][:length]) for row in output.tolist())
-    return chi_square_p_value(counts, distribution_of_call(target, length))
+    return chi_square_p_value(counts, distribution_of_call(target, length, processors))

@@ -1,4 +1,5 @@
-"""Tiny targets of all families that transformers calls stateful, with random weights and layers of both kinds."""
+"""Tiny targets of all families that transformers calls stateful, with random weights and layers of both kinds, and
+untrained drafts for them."""
 
 import dataclasses
 import importlib
@@ -11,6 +12,8 @@ import torch
 import transformers
 from transformers import GenerationMixin, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache
+
+from hf_dspark import DSparkConfig, DSparkDraftModel
 
 # Layers of older versions write into the caches' tensors themselves.
 HAVE_PROTOCOL = hasattr(Cache, "get_conv_state")
@@ -156,6 +159,13 @@ def build(family: str, seed: int = 0, **options: Any) -> PreTrainedModel:
     torch.nn.init.normal_(target.get_input_embeddings().weight)
     target.generation_config.pad_token_id, target.generation_config.eos_token_id = 0, None
     return target
+
+
+def make_own_draft(target: PreTrainedModel, **facts: Any) -> DSparkDraftModel:
+    """Return an untrained draft for a target of any type; `facts` are of its configuration."""
+    torch.manual_seed(1)
+    config = DSparkConfig.from_target(target, **{"markov_rank": 8, "block_size": 4} | facts)
+    return DSparkDraftModel(config).eval()
 
 
 # Names that other families have for sizes, and what they need besides.

@@ -2,6 +2,7 @@
 
 import torch
 from transformers import StoppingCriteria
+from transformers.generation.streamers import BaseStreamer
 
 from hf_dspark import Policy
 
@@ -24,7 +25,7 @@ def padded(prompts, pad=0):
     """Return left-padded ids and their mask."""
     width = max(map(len, prompts))
     return {
-        "input_ids": torch.tensor([[pad] * (width - len(prompt)) + prompt for prompt in prompts]),
+        "input_ids": torch.tensor([[pad] * (width - len(prompt)) + list(map(int, prompt)) for prompt in prompts]),
         "attention_mask": torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts]),
     }
 
@@ -72,6 +73,19 @@ class EndsAfterTwo(StoppingCriteria):
     def __call__(self, input_ids, scores, **kwargs):
         self.calls += 1
         return torch.full((len(input_ids),), self.calls >= 2)
+
+
+class Notes(BaseStreamer):
+    """Keeps all that it is given."""
+
+    def __init__(self):
+        self.tokens = []
+
+    def put(self, value):
+        self.tokens += value.flatten().tolist()
+
+    def end(self):
+        self.tokens.append("end")
 
 
 class EverySecond(Policy):

@@ -178,11 +178,6 @@ def test_masks_that_are_none_are_refused_by_name(columns, words):
         prepare_examples([{"input_ids": [3, 4, 5, 6]} | columns], make_tokenizer(), 2, 200)
 
 
-def test_only_what_all_masks_mark_is_supervised():
-    row = {"input_ids": [3, 4, 5, 6], "loss_mask": [1, 1, 1, 0], "labels": [-100, 4, 5, 6], "tool_mask": [1, 1, 0, 1]}
-    assert tokenize_example(row, make_tokenizer())["loss_mask"] == [0, 1, 0, 0]
-
-
 @pytest.mark.parametrize("form", [list, torch.tensor, json.dumps, lambda ids: torch.tensor([ids]), lambda ids: [ids]])
 def test_tokens_come_in_every_container(form):
     row = {"input_ids": form([3, 4, 5, 6]), "loss_mask": form([0, 1, 1, 1]), "position_ids": form([0, 1, 2, 3])}

@@ -6,7 +6,6 @@ from collections import Counter
 
 import pytest
 import torch
-from transformers import LogitsProcessorList, TopKLogitsWarper
 
 from hf_dspark import DecodingOptions, FullBlock, PromptLookup, Scheduler, attach, detach, generate_many
 from hf_dspark.decoding import loop as loop_module
@@ -169,10 +168,8 @@ def distance(monkeypatch, pair, policy, **options):
         remembered(answers, PROMPT[0].tolist(), answer)
     monkeypatch.setattr(MatchAcceptance, "of", lambda self, length: 0.9)
     monkeypatch.setattr(AnswerMemory, "new_key", lambda self: 0)  # each path is a call of its own
-    processors = LogitsProcessorList([TopKLogitsWarper(2)])
     options = {"prompts": PROMPT.tolist(), "length": 6, "answers": answers} | options
-    found, mass, counts = enumerate_rounds(monkeypatch, *pair, policy, processors, **options)
-    assert mass == pytest.approx(1.0, abs=1e-5)
+    found, counts = enumerate_rounds(monkeypatch, *pair, policy, **options)
     return found, max(map(max, counts))
 
 

@@ -12,13 +12,11 @@ from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
     LlamaModel,
-    LogitsProcessorList,
     MambaConfig,
     MambaForCausalLM,
     T5Config,
     T5ForConditionalGeneration,
     TemperatureLogitsWarper,
-    TopKLogitsWarper,
     TopPLogitsWarper,
 )
 
@@ -33,17 +31,14 @@ from hf_dspark import (
     detach,
     generate_many,
 )
-from tests.decoding.test_lossless import sampled_sequences
 from tests.decoding.test_lossless_batches import SLOPE, enumerate_rounds
 from tests.distributions import (
     CLIFF,
     ROUNDING,
     TABLE,
     VOCAB,
-    TargetDistribution,
-    chi_square_p_value,
     distance_from_target,
-    extend,
+    p_value_of_samples,
 )
 from tests.rows import GREEDY, alone, assert_as_alone, assert_no_hooks, assert_rows, padded
 
@@ -186,8 +181,8 @@ def recurrent():
     return MambaForCausalLM(MambaConfig(**sizes))
 
 
-def encoder_decoder():
-    sizes = {"vocab_size": 64, "d_model": 16, "d_kv": 8, "d_ff": 16, "num_layers": 1, "num_heads": 2}
+def encoder_decoder(d_model=16):
+    sizes = {"vocab_size": 64, "d_model": d_model, "d_kv": 8, "d_ff": 16, "num_layers": 1, "num_heads": 2}
     return T5ForConditionalGeneration(T5Config(**sizes, decoder_start_token_id=0, pad_token_id=0))
 
 
@@ -254,13 +249,10 @@ def test_enumeration_catches_a_test_against_the_wrong_distribution(tiny):
     "policy", [FullBlock(), pytest.param(Scheduler(SLOPE, trees=False, skip=False), marks=pytest.mark.slow)]
 )
 def test_two_rows_have_the_joint_distribution_of_both(monkeypatch, tiny, policy):
-    distance, mass, _ = enumerate_rounds(monkeypatch, *tiny, policy, LogitsProcessorList([TopKLogitsWarper(2)]))
-    assert distance < 5e-6 and mass == pytest.approx(1.0, abs=1e-5)
+    assert enumerate_rounds(monkeypatch, *tiny, policy)[0] < 5e-6
 
 
 @pytest.mark.slow  # the enumeration above says the same, faster
 @pytest.mark.parametrize("options", [{}, {"assistant_confidence_threshold": 0.5}], ids=["full", "threshold"])
 def test_generate_samples_from_the_target_distribution(tiny, options):
-    counts = sampled_sequences(*tiny, num_draws=700, **options)
-    truth = extend(TargetDistribution(tiny[0], LogitsProcessorList()), {(): 1.0}, 4)
-    assert chi_square_p_value(counts, truth) > 1e-3
+    assert p_value_of_samples(*tiny, calls=7, rows=100, length=4, **options) > 1e-3

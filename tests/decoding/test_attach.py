@@ -16,11 +16,8 @@ from transformers import (
     Qwen3Config,
     Qwen3ForCausalLM,
     StaticCache,
-    T5Config,
-    T5ForConditionalGeneration,
     pipeline,
 )
-from transformers.generation.streamers import BaseStreamer
 
 from hf_dspark import (
     DecodingOptions,
@@ -34,23 +31,9 @@ from hf_dspark import (
 )
 from hf_dspark.scheduling.step_costs import experience_of
 from hf_dspark.targets.support import TargetSupport
-from tests.decoding.test_checks import REFUSED, Counter
-from tests.rows import GREEDY, alone, padded
-
-SAMPLED = {"do_sample": True, "top_k": 0, "max_new_tokens": 16, "pad_token_id": 0}
-
-
-class Notes(BaseStreamer):
-    """Keeps all that it is given."""
-
-    def __init__(self):
-        self.tokens = []
-
-    def put(self, value):
-        self.tokens += value.flatten().tolist()
-
-    def end(self):
-        self.tokens.append("end")
+from tests.decoding.test_assistant_draft import encoder_decoder
+from tests.decoding.test_checks import REFUSED, SAMPLED, Counter
+from tests.rows import GREEDY, Notes, alone, padded
 
 
 @pytest.fixture(autouse=True)
@@ -391,16 +374,11 @@ def other_target():
     return Qwen3ForCausalLM(Qwen3Config(**sizes, head_dim=16, num_key_value_heads=2, vocab_size=80))
 
 
-def encoder_decoder():
-    sizes = {"vocab_size": 64, "d_model": 64, "d_kv": 16, "d_ff": 64, "num_layers": 2, "num_heads": 2}
-    return T5ForConditionalGeneration(T5Config(**sizes, decoder_start_token_id=0, pad_token_id=0))
-
-
 @pytest.mark.parametrize(
     ("make", "draft", "error", "message"),
     [
         (other_target, "draft", ValueError, "not made for this target .*vocab_size"),
-        (encoder_decoder, "draft", ValueError, "encoder-decoder"),
+        (lambda: encoder_decoder(64), "draft", ValueError, "encoder-decoder"),
         (lambda: "a-target", "draft", TypeError, "name 'a-target': load it, AutoModelForCausalLM"),
         ("draft", "draft", TypeError, "target comes first"),
         ("target", "n-gram", ValueError, "no draft 'n-gram'; did you mean 'ngram'"),

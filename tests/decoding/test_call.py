@@ -4,14 +4,13 @@ import threading
 
 import pytest
 import torch
-from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria
+from transformers import StoppingCriteria
 from transformers.generation import EosTokenCriteria, MaxLengthCriteria
 
 from hf_dspark import DecodingOptions, FullBlock
 from tests.rows import (
     EOS,
     GREEDY,
-    OPTIONS,
     EndsAfterTwo,
     alone,
     assert_as_alone,
@@ -19,22 +18,6 @@ from tests.rows import (
     assert_same_tokens,
     padded,
 )
-
-BATCHED = OPTIONS | {
-    "forced_eos": {"forced_eos_token_id": EOS, "max_new_tokens": 9},
-    "encoder_penalty": {"encoder_repetition_penalty": 1.4},
-    "encoder_ngram": {"encoder_no_repeat_ngram_size": 2},
-    "begin_suppress": {"begin_suppress_tokens": [26, 42, 29]},
-    "decay": {"exponential_decay_length_penalty": (4, 1.5)},
-    "chunked_prefill": {"prefill_chunk_size": 4},
-}
-
-
-@pytest.mark.one_in(4)
-@pytest.mark.parametrize("options", BATCHED.values(), ids=BATCHED)
-def test_every_row_is_what_its_prompt_gives_alone(target, draft, prompts, options):
-    plain = {key: value for key, value in options.items() if key != "prefill_chunk_size"}
-    assert_as_alone(target, draft, prompts[-4:] if options else prompts, options, **plain)  # of several lengths
 
 
 @pytest.mark.parametrize("loop", ["own", "transformers"])
@@ -56,35 +39,6 @@ def test_constraints_are_asked_about_the_right_row(target, draft, prompts):
     output = target.generate(**batch, assistant_model=draft, prefix_allowed_tokens_fn=allowed, **GREEDY)
     for row, tokens in enumerate(output[:, batch["input_ids"].shape[1] :].tolist()):
         assert set(tokens) <= {10 + row, 20 + row}
-
-
-def test_custom_processors_see_each_row_with_its_padding_as_in_plain_generate(target, draft, prompts):
-    class Echo(LogitsProcessor):
-        """Favours a token that depends on the first one of the sequence and its length."""
-
-        def __call__(self, input_ids, scores):
-            favoured = (input_ids[:, :1] * 7 + input_ids.shape[1]) % scores.shape[-1]
-            return scores.scatter(1, favoured, 30.0)
-
-    batch, options = padded(prompts), GREEDY | {"logits_processor": LogitsProcessorList([Echo()])}
-    assert torch.equal(target.generate(**batch, assistant_model=draft, **options), target.generate(**batch, **options))
-
-
-@pytest.mark.parametrize("options", [{"repetition_penalty": 1.3}, {"encoder_repetition_penalty": 0.5}])
-def test_penalties_of_padded_rows_are_those_of_plain_generate(target, draft, prompts, options):
-    options |= {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
-    options |= {"return_dict_in_generate": True, "output_scores": True}
-    plain = target.generate(**padded(prompts), **options)
-    output = target.generate(**padded(prompts), **options, assistant_model=draft)
-    assert torch.equal(output.sequences, plain.sequences)
-    for ours, theirs in zip(output.scores, plain.scores, strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
-
-
-def test_max_length_counts_padding_as_plain_generate_does(target, draft, prompts):
-    batch, options = padded(prompts), GREEDY | {"max_length": 30, "max_new_tokens": None}
-    output = target.generate(**batch, assistant_model=draft, **options)
-    assert output.shape == target.generate(**batch, **options).shape
 
 
 def test_lengths_count_holes_in_the_mask_as_padding(target, draft, prompts):

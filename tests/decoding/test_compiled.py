@@ -28,6 +28,7 @@ from hf_dspark.targets import compiled_target
 from hf_dspark.targets.compiled_target import CompiledTarget
 from hf_dspark.targets.support import TargetSupport
 from tests.gpu.pretended import DEVICE, Pretended, moved
+from tests.hybrids import make_own_draft
 from tests.models.test_v4_layers import KINDS
 from tests.rows import padded
 from tests.targets.test_model_types import (
@@ -36,7 +37,6 @@ from tests.targets.test_model_types import (
     PROMPTS,
     TYPES,
     know_the_answers,
-    make_own_draft,
 )
 
 COMPILED_TYPES = (
@@ -154,23 +154,17 @@ def test_no_graph_is_made_after_the_first_rounds(graphs, pair):
 
 
 @pytest.mark.slow
-def test_ways_to_draw_beyond_a_few_share_a_graph(graphs, pair, monkeypatch):
-    monkeypatch.setattr(compiled_drafting, "MOST_WAYS", 2)
-    for top_p in (0.5, 0.6, 0.7, 0.8, 0.9, 0.7):
-        drawn = DRAWN | {"top_p": top_p}
+@pytest.mark.parametrize(
+    ("ways", "option", "values"),
+    [(2, "top_p", (0.5, 0.6, 0.7, 0.8, 0.9, 0.7)), (1, "temperature", (0.5, 0.8, 1.3))],
+)
+def test_ways_to_draw_beyond_a_few_share_a_graph(graphs, pair, monkeypatch, ways, option, values):
+    monkeypatch.setattr(compiled_drafting, "MOST_WAYS", ways)
+    for value in values:
+        drawn = DRAWN | {option: value}
         expected = decoded(pair, 1, DecodingOptions(policy=FullBlock()), **drawn)
         assert torch.equal(decoded(pair, 1, DecodingOptions(policy=FullBlock(), compile=True), **drawn), expected)
-    assert len(graphs) <= 1 + 1 + 2 * 2  # target, shared, and of a number the second graph is for all its values
-
-
-@pytest.mark.slow
-def test_any_temperature_is_drawn_in_the_same_graph(graphs, pair, monkeypatch):
-    monkeypatch.setattr(compiled_drafting, "MOST_WAYS", 1)
-    for temperature in (0.5, 0.8, 1.3):
-        drawn = DRAWN | {"temperature": temperature}
-        expected = decoded(pair, 1, DecodingOptions(policy=FullBlock()), **drawn)
-        assert torch.equal(decoded(pair, 1, DecodingOptions(policy=FullBlock(), compile=True), **drawn), expected)
-    assert len(graphs) <= 1 + 2  # target; of a number the second graph is for all its values
+    assert len(graphs) <= (6 if ways == 2 else 3)  # target, shared, and two of each other way: for a value, for all
 
 
 @pytest.mark.slow

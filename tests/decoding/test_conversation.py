@@ -178,25 +178,6 @@ def test_a_cache_survives_an_interrupted_turn(first_turn, target, draft):
     assert target.generate(**batch, **again).tolist() == target.generate(**batch, **GREEDY).tolist()
 
 
-@pytest.mark.parametrize("rows", [1, 3])
-def test_a_dynamic_cache_of_plain_generate_is_continued_and_filled(target, draft, prompts, rows):
-    batch, cache = padded(prompts[:rows]), DynamicCache(config=target.config)
-    options = GREEDY | {"eos_token_id": None, "max_new_tokens": 10}
-    first = target.generate(**batch, past_key_values=cache, **options)
-    longer = torch.cat([first, torch.tensor([[9, 33]] * rows)], dim=1)
-    mask = torch.cat([batch["attention_mask"], torch.ones(rows, 12, dtype=torch.long)], dim=1)
-    expected = target.generate(longer, attention_mask=mask, **options)
-    reference = copy.deepcopy(cache)
-    ours = target.generate(longer, attention_mask=mask, past_key_values=cache, assistant_model=draft, **options)
-    assert ours.tolist() == expected.tolist()
-    target.generate(longer, attention_mask=mask, past_key_values=reference, **options)
-    assert cache.get_seq_length() == reference.get_seq_length()
-    real = torch.cat([mask, torch.ones(rows, 9, dtype=torch.long)], dim=1).bool()
-    for ours_layer, plain_layer in zip(cache.layers, reference.layers, strict=True):
-        difference = (ours_layer.keys - plain_layer.keys).abs().amax(dim=(1, 3))
-        assert difference[real].max() < 1e-4
-
-
 def test_conversations_of_ragged_answers_go_on_in_one_dynamic_cache(target, draft, prompts):
     """Rows that ended early leave holes in the mask of the next turn, three turns long."""
     batch, cache = padded(prompts[:3]), DynamicCache(config=target.config)
@@ -211,14 +192,6 @@ def test_conversations_of_ragged_answers_go_on_in_one_dynamic_cache(target, draf
         assert turn > 0 or not kept.all(), "the answers must be ragged"
         new = torch.tensor([[9, 33 + turn]] * 3)
         ids, mask = torch.cat([output, new], dim=1), torch.cat([mask, kept, torch.ones_like(new)], dim=1)
-
-
-def test_a_slot_cache_becomes_a_dynamic_one_for_plain_generate(first_turn, target):
-    cache, (whole,) = first_turn()
-    with pytest.raises(ValueError, match="to_dynamic_cache"):
-        target(torch.tensor([whole]), past_key_values=cache)
-    second = target.generate(torch.tensor([whole]), past_key_values=cache.to_dynamic_cache(), **GREEDY)
-    assert second[0, len(whole) :].tolist() == alone(target, whole)
 
 
 def test_a_refused_turn_leaves_the_cache_as_it_was(first_turn, target, draft):

@@ -36,9 +36,15 @@ from hf_dspark import (
     generate_many,
 )
 from hf_dspark.decoding import drafter as drafter_module
-from hf_dspark.decoding.tree_drafting import Chains
-from hf_dspark.sampling.distributions import TokenDistribution
-from tests.distributions import PROMPT, VOCAB, chi_square_p_value, distribution_of_call, make_pair, up_to_end
+from tests.distributions import (
+    PROMPT,
+    VOCAB,
+    chi_square_p_value,
+    claim_flat_drafts,
+    distribution_of_call,
+    make_pair,
+    up_to_end,
+)
 from tests.rows import EverySecond, padded
 
 pytestmark = pytest.mark.slow
@@ -147,13 +153,7 @@ def test_samples_catch_a_policy_that_looks_ahead(make_target):
 @pytest.mark.parametrize("head", HEADS)
 def test_samples_catch_drafts_tested_against_a_wrong_distribution(make_target, monkeypatch, head):
     target, draft = make(make_target, head)
-    honest = Chains.draw
-
-    def flattened(self, *arguments):
-        token_ids, distribution = honest(self, *arguments)
-        return token_ids, TokenDistribution(torch.full_like(distribution.probs, 1 / VOCAB))
-
-    monkeypatch.setattr(Chains, "draw", flattened)
+    claim_flat_drafts(monkeypatch)
     counts = counted(calls(target, draft, count=4 * ROWS))
     assert chi_square_p_value(counts, distribution_of_call(target, LENGTH)) < 1e-9
 

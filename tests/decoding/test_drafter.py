@@ -208,6 +208,7 @@ HALF = {
     "forbidding": {"do_sample": True, "suppress_tokens": [1, 2]},
     "threshold": {"assistant_confidence_threshold": 0.5},
     "transformers": {"do_sample": True, "use_transformers_loop": True},
+    "transformers, greedy": {"use_transformers_loop": True},
 }
 
 
@@ -228,7 +229,7 @@ def test_a_draft_that_overflows_drafts_nothing_and_says_so_once(make_target, mak
         output = target.generate(**batch, assistant_model=draft, **options)
     said = [str(each.message) for each in warnings if "NaN or infinite" in str(each.message)]
     assert len(said) == 1 and "me/draft" in said[0] and "torch.float16" in said[0]
-    assert set(draft.last_stats.proposed) == {0}
+    assert set(draft.last_stats.proposed) == {0} and (draft.last_stats.loop == "transformers") == by_transformers
     if "do_sample" not in options:
         options.pop("assistant_confidence_threshold", None)
         assert torch.equal(output, target.generate(**batch, **options))

@@ -2,15 +2,14 @@
 
 import pytest
 import torch
-from transformers import LogitsProcessorList, TopKLogitsWarper
 
 from hf_dspark import DecodingOptions, Eagle3Config, Eagle3DraftModel, FullBlock, generate_many
 from hf_dspark.models.slot_cache import SlotCache
-from hf_dspark.sampling.drafts import ChainSampler
 from hf_dspark.scheduling.scheduler import Scheduler
 from tests import eagle3_target
 from tests.decoding.test_lossless_batches import enumerate_rounds
 from tests.distributions import PROMPT, VOCAB
+from tests.models.test_modeling_dspark import ForcedSampler
 from tests.models.test_published_eagle3 import PROJECTS
 from tests.rows import padded
 
@@ -71,16 +70,6 @@ class AnyTree:
         return self
 
 
-class Along(ChainSampler):
-    def __init__(self, tokens):
-        super().__init__()
-        self.tokens, self.scores = tokens, []
-
-    def draw(self, logits, candidate_ids):
-        self.scores.append(logits[0])
-        return torch.tensor([*self.tokens, 0, 0, 0, 0][len(self.token_ids) :][:1]), None
-
-
 SHAPES = (
     {(): (7, 3), (7,): (1, 2, 40), (3,): (5,), (7, 2): (9, 8)},
     {},
@@ -98,36 +87,29 @@ def test_each_node_reads_what_a_chain_of_its_path_reads(make_target, kind):
         draft.draft_block(anchors, torch.cat(features), cache, sampler, counts, torch.cat(ids))
         assert cache.lengths == tuple(counts)  # what was drafted does not count
         for (row, path), scores in sampler.scores.items():
-            chain = Along(path)
+            chain = ForcedSampler(torch.tensor([[*path, 0, 0, 0, 0]]))
             given = anchors[row : row + 1], features[row], SlotCache(), chain, counts[row : row + 1], ids[row]
             draft.draft_block(*given)
-            torch.testing.assert_close(scores, chain.scores[len(path)], atol=1e-5, rtol=1e-5)
+            torch.testing.assert_close(scores, chain.scores[len(path)][0], atol=1e-5, rtol=1e-5)
         assert sum(len(path) == 3 for _, path in sampler.scores) == 3
 
 
 # ---- exactness
 
 
-def distance(monkeypatch, pair, policy, processors=(), **options):
-    processors = LogitsProcessorList(processors or [TopKLogitsWarper(2)])
-    found, mass, counts = enumerate_rounds(monkeypatch, *pair, policy, processors, **options)
-    assert mass == pytest.approx(1.0, abs=1e-5)
-    return found, counts
-
-
 @pytest.mark.parametrize("policy", [FullBlock(), Scheduler(num_nodes=4)], ids=["chain", "tree"])
 def test_a_round_has_the_targets_distribution(make_target, monkeypatch, kind, policy):
-    found, counts = distance(monkeypatch, make_pair(make_target, **kind), policy, prompts=PROMPT.tolist())
+    found, counts = enumerate_rounds(monkeypatch, *make_pair(make_target, **kind), policy, prompts=PROMPT.tolist())
     assert found < 5e-6 and any(count > 1 for (count,) in counts)
 
 
 def test_two_rounds_of_a_tree_have_the_targets_distribution(make_target, monkeypatch):
-    pair = make_pair(make_target)
-    assert distance(monkeypatch, pair, Scheduler(num_nodes=3), prompts=PROMPT.tolist(), rounds=2)[0] < 5e-6
+    pair, facts = make_pair(make_target), {"prompts": PROMPT.tolist(), "rounds": 2}
+    assert enumerate_rounds(monkeypatch, *pair, Scheduler(num_nodes=3), **facts)[0] < 5e-6
 
 
 def test_a_round_of_two_trees_has_the_joint_distribution(make_target, monkeypatch):
-    found, counts = distance(monkeypatch, make_pair(make_target), Scheduler(num_nodes=2))
+    found, counts = enumerate_rounds(monkeypatch, *make_pair(make_target), Scheduler(num_nodes=2))
     assert found < 5e-6 and max(map(sum, counts)) > 1
 
 

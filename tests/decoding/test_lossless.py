@@ -4,10 +4,7 @@
 Each positive statement has a negative control: the same measurement on a rule that is known to be lossy.
 """
 
-import collections
-
 import pytest
-import scipy.stats
 import torch
 from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
@@ -18,26 +15,22 @@ from hf_dspark import (
     FullBlock,
     Scheduler,
 )
-from hf_dspark.decoding.tree_drafting import Chains
 from hf_dspark.models import modeling_dspark
-from hf_dspark.sampling.distributions import TokenDistribution, residual_distribution
-from hf_dspark.sampling.drafts import ChainSampler, DraftBlock
-from hf_dspark.sampling.verification import verify_chains
+from hf_dspark.sampling.distributions import TokenDistribution
+from hf_dspark.sampling.drafts import ChainSampler
 from hf_dspark.scheduling.costs import ThroughputTable
 from tests.distributions import (
     CLIFF,
     HEADS,
-    PROMPT,
     ROUNDING,
     VOCAB,
     EnumeratingSampler,
-    TargetDistribution,
-    chi_square_p_value,
+    claim_flat_drafts,
     distance_from_target,
     distribution_of_drafts,
     each_block,
-    extend,
     make_pair,
+    p_value_of_samples,
     planned_length,
 )
 
@@ -138,61 +131,11 @@ def test_enumeration_catches_a_test_against_the_wrong_draft_distribution(make_ta
     assert distance_from_target(*pair, FullBlock(), claimed_distribution=lambda block: flat) > 0.01
 
 
-def test_appendix_a_example_of_a_look_ahead_scheduler_is_lossy_and_early_stop_is_not():
-    """DSpark Appendix A: SPS = {1: 1, 2: .5, 3: .45}; c_2 reveals x_1, and a global search uses it to admit x_1."""
-    target, drafts = torch.tensor([0.7, 0.3]), torch.tensor([0.5, 0.5])
-    steps_per_second, first = {1: 1.0, 2: 0.5, 3: 0.45}, 0.8
-
-    def distribution_of_first_token(admits):
-        distribution = torch.zeros(2)
-        for token in range(2):
-            if admits(0.9 if token == 0 else 0.0):
-                accept = (target[token] / drafts[token]).clamp_max(1.0)
-                distribution[token] += drafts[token] * accept
-                distribution += drafts[token] * (1 - accept) * residual_distribution(target, drafts)
-            else:
-                distribution += drafts[token] * target
-        return distribution
-
-    def global_search(second):
-        survival = [first, first * second]
-        throughput = [(1 + sum(survival[:length])) * steps_per_second[1 + length] for length in range(3)]
-        return throughput.index(max(throughput)) >= 1
-
-    def early_stop(second):
-        return (1 + first) * steps_per_second[2] > steps_per_second[1]
-
-    torch.testing.assert_close(distribution_of_first_token(global_search), torch.tensor([0.85, 0.15]))
-    torch.testing.assert_close(distribution_of_first_token(early_stop), torch.tensor([0.7, 0.3]))
+SAMPLES = {"calls": 7, "rows": 100, "length": 4}
 
 
-def test_verify_chains_draws_from_the_target_distribution():
-    generator = torch.Generator().manual_seed(0)
-    draws, vocab = 40_000, 4
-    target = torch.tensor([[0.5, 0.2, 0.2, 0.1], [0.1, 0.2, 0.3, 0.4]])
-    draft = torch.tensor([0.1, 0.4, 0.3, 0.2])
-    token_ids = torch.multinomial(draft.expand(draws, -1), 1, generator=generator)
-    block = DraftBlock(token_ids, TokenDistribution(draft.expand(draws, 1, vocab)), None)
-    verified = verify_chains(
-        block, torch.ones(draws, dtype=torch.long), TokenDistribution(target.expand(draws, -1, -1)),
-        torch.rand(draws, 1, generator=generator), torch.rand(draws, generator=generator),
-    )  # fmt: skip
-    first = torch.where(verified.num_accepted == 1, token_ids[:, 0], verified.next_token_ids)
-    assert scipy.stats.chisquare(first.bincount(minlength=vocab), (target[0] * draws).numpy()).pvalue > 1e-3
-    bonus = verified.next_token_ids[verified.num_accepted == 1]
-    assert scipy.stats.chisquare(bonus.bincount(minlength=vocab), (target[1] * len(bonus)).numpy()).pvalue > 1e-3
-
-
-def sampled_sequences(target, draft, num_draws, **options):
-    """Draw the 4 tokens after the prompt `num_draws` times through the real `generate()`, 20 rows in a call."""
-    torch.manual_seed(7)
-    options = {"do_sample": True, "top_k": 0, "max_new_tokens": 4, "pad_token_id": 0} | options
-    options |= {"num_return_sequences": 20, "attention_mask": torch.ones_like(PROMPT)}
-    counts = collections.Counter()
-    for _ in range(num_draws // 20):
-        ids = target.generate(PROMPT, assistant_model=draft, **options)
-        counts.update(tuple(row) for row in ids[:, PROMPT.shape[1] :].tolist())
-    return counts
+def sampled_pair(make_target):
+    return make_pair(make_target, depth=2, gamma=3, seed=5)
 
 
 @pytest.mark.parametrize(
@@ -201,10 +144,8 @@ def sampled_sequences(target, draft, num_draws, **options):
     ids=["full", "threshold", "cool", "short"],
 )
 def test_generate_samples_from_the_target_distribution(make_target, options):
-    target, draft = make_pair(make_target, depth=2, gamma=3, seed=5)
-    processors = LogitsProcessorList([TemperatureLogitsWarper(options.get("temperature", 1.0))])
-    counts = sampled_sequences(target, draft, num_draws=700, **options)
-    assert chi_square_p_value(counts, extend(TargetDistribution(target, processors), {(): 1.0}, 4)) > 1e-3
+    pair, processors = sampled_pair(make_target), [TemperatureLogitsWarper(options.get("temperature", 1.0))]
+    assert p_value_of_samples(*pair, **SAMPLES, processors=processors, **options) > 1e-3
 
 
 @pytest.mark.parametrize(
@@ -217,26 +158,17 @@ def test_generate_samples_from_the_target_distribution(make_target, options):
     ids=["hull_and_fill", "lagged", "adaptive_limited"],
 )
 def test_generate_samples_from_the_target_distribution_under_a_scheduler(make_target, policy):
-    target, draft = make_pair(make_target, depth=2, gamma=3, seed=5)
+    target, draft = sampled_pair(make_target)
     proposed = {}
     for name, choice in (("full", FullBlock()), ("tested", policy)):
         proposed[name] = lengths = []
         observer = lambda outcome, to=lengths: to.extend(outcome.lengths.tolist())  # noqa: E731
         draft.decoding = DecodingOptions(choice, observer=observer)
-        sampled_sequences(target, draft, num_draws=40)
+        p_value_of_samples(target, draft, calls=1, rows=100, length=4)
     assert sum(proposed["tested"]) < 0.9 * sum(proposed["full"])  # the policy really decides
-    counts = sampled_sequences(target, draft, num_draws=700)
-    assert chi_square_p_value(counts, extend(TargetDistribution(target, LogitsProcessorList()), {(): 1.0}, 4)) > 1e-3
+    assert p_value_of_samples(target, draft, **SAMPLES) > 1e-3
 
 
 def test_chi_square_catches_drafts_tested_against_a_wrong_distribution(make_target, monkeypatch):
-    target, draft = make_pair(make_target, depth=2, gamma=3, seed=5)
-    honest = Chains.draw
-
-    def flattened(self, *arguments):
-        token_ids, distribution = honest(self, *arguments)
-        return token_ids, TokenDistribution(torch.full_like(distribution.probs, 1 / VOCAB))
-
-    monkeypatch.setattr(Chains, "draw", flattened)
-    counts = sampled_sequences(target, draft, num_draws=700)
-    assert chi_square_p_value(counts, extend(TargetDistribution(target, LogitsProcessorList()), {(): 1.0}, 4)) < 1e-6
+    claim_flat_drafts(monkeypatch)
+    assert p_value_of_samples(*sampled_pair(make_target), **SAMPLES) < 1e-6

@@ -340,27 +340,19 @@ def test_criteria_that_count_their_calls_count_for_each_prompt(many, prompts):
     assert [len(result.token_ids) for result in results.values()] == [2] * 5
 
 
-def test_stop_strings_work(target, draft, many, assert_alone, prompts, tokenizer):
-    stop = {"stop_strings": ["Q", "Ld"]}
-    results = many(prompts[:5], tokenizer, batch_size=2, **stop)
-    assert_alone(results, prompts, range(5), tokenizer=tokenizer, **stop)
-    assert all(result.text == tokenizer.decode(result.token_ids) for result in results.values())
-    with pytest.raises(ValueError, match="need a tokenizer"):
-        generate_many(target, draft, prompts, **GREEDY, **stop)
-
-
-@pytest.mark.parametrize("place", ["call", "target"])
-def test_stop_strings_of_a_generation_config_work(target, many, assert_alone, prompts, tokenizer, monkeypatch, place):
+@pytest.mark.parametrize("place", ["argument", "config", "target"])
+def test_stop_strings_work(target, draft, many, assert_alone, prompts, tokenizer, monkeypatch, place):
     stop = {"stop_strings": ["Q", "Ld"]}
     if place == "target":
         monkeypatch.setattr(target.generation_config, "stop_strings", stop["stop_strings"])
-        options = {}
-    else:
-        options = {"generation_config": GenerationConfig(**stop, max_new_tokens=24)}
+    config = GenerationConfig(**stop, max_new_tokens=24)
+    options = {"argument": stop, "config": {"generation_config": config}, "target": {}}[place]
     results = many(prompts[:5], tokenizer, batch_size=2, **options)
     assert_alone(results, prompts, range(5), tokenizer=tokenizer, **stop)
-    if options:
-        assert options["generation_config"].stop_strings == stop["stop_strings"]
+    assert all(result.text == tokenizer.decode(result.token_ids) for result in results.values())
+    assert config.stop_strings == stop["stop_strings"]
+    with pytest.raises(ValueError, match="need a tokenizer"):
+        generate_many(target, draft, prompts, **GREEDY, **options)
 
 
 def test_progress_is_shown_on_terminals_only(pair, capsys, monkeypatch):

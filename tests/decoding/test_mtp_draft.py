@@ -1,13 +1,12 @@
 """MTP modules of targets as drafts: read from repositories of several layouts, computed as by transformers, exact."""
 
-import json
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, LogitsProcessorList, TopKLogitsWarper
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from hf_dspark import (
     DecodingOptions,
@@ -21,6 +20,7 @@ from hf_dspark.models.slot_cache import SlotCache
 from hf_dspark.sampling.drafts import ChainSampler
 from hf_dspark.targets.mtp_draft import MTPDraft
 from hf_dspark.targets.transformers_api import is_since
+from tests.config_files import change_config, read_config
 from tests.decoding.test_lossless_batches import enumerate_rounds
 from tests.distributions import PROMPT, VOCAB
 from tests.rows import GREEDY, assert_as_alone
@@ -86,10 +86,9 @@ def save_with_module(folder: Path, kind: str, **facts) -> Reference:
     for part in ("eh_proj", "enorm", "hnorm", "norm"):
         tensors[f"{names[part]}.weight"] = getattr(reference, part).weight.detach()
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    config = json.loads((folder / "config.json").read_text()) | {"num_hidden_layers": DEPTH}
-    for kinds in config.keys() & {"layer_types", "mlp_layer_types"}:
-        config[kinds] = config[kinds][:DEPTH]
-    (folder / "config.json").write_text(json.dumps(config))
+    config = read_config(folder)
+    kinds = {key: config[key][:DEPTH] for key in config.keys() & {"layer_types", "mlp_layer_types"}}
+    change_config(folder, num_hidden_layers=DEPTH, **kinds)
     return reference
 
 
@@ -173,9 +172,7 @@ def test_a_round_has_the_targets_distribution(tmp_path, monkeypatch, policy):
     save_with_module(tmp_path, "glm4_moe", vocab_size=VOCAB, pad_token_id=None, eos_token_id=None)
     target = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
     pair = target, MTPDraft(target, block_size=2).bind(target)
-    processors = LogitsProcessorList([TopKLogitsWarper(2)])
-    distance, mass, _ = enumerate_rounds(monkeypatch, *pair, policy, processors, prompts=PROMPT.tolist())
-    assert distance < 5e-6 and mass == pytest.approx(1.0, abs=1e-5)
+    assert enumerate_rounds(monkeypatch, *pair, policy, prompts=PROMPT.tolist())[0] < 5e-6
 
 
 def test_it_is_attached_by_its_name(family, prompts):

@@ -4,10 +4,10 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from hf_dspark import DecodingOptions, DSparkConfig, DSparkDraftModel, FullBlock, Scheduler
+from hf_dspark import DecodingOptions, FullBlock, Scheduler
 from hf_dspark.models.slot_cache import SlotCache
 from hf_dspark.targets.support import TargetSupport
-from tests.hybrids import HAVE_PROTOCOL, SMALL, build, known
+from tests.hybrids import HAVE_PROTOCOL, SMALL, build, known, make_own_draft
 from tests.rows import padded
 
 PROMPTS = [[3, 9, 12, 30, 7, 7, 21], [5], [11, 4, 8, 8, 25, 13, 17, 31, 22, 6, 5, 39]]
@@ -52,8 +52,7 @@ def target(request, make_target):
 
 @pytest.mark.parametrize("policy", [FullBlock(), Scheduler(num_nodes=14)], ids=["chains", "trees"])
 def test_a_rejected_draft_that_overflows_changes_no_token(target, policy, monkeypatch):
-    torch.manual_seed(1)
-    draft = DSparkDraftModel(DSparkConfig.from_target(target.config, markov_rank=8, block_size=4)).eval()
+    draft = make_own_draft(target)
     draft.decoding = DecodingOptions(policy=policy, prompt_lookup=False)
     batches = [padded(PROMPTS), padded(PROMPTS[:1])]
     plain = [target.generate(**batch, **GREEDY) for batch in batches]

@@ -3,12 +3,12 @@
 import pytest
 import torch
 
-from hf_dspark import DecodingOptions, DSparkConfig, DSparkDraftModel, FullBlock, generate_many
+from hf_dspark import DecodingOptions, FullBlock, generate_many
 from hf_dspark.decoding import prefixes as module
 from hf_dspark.decoding.many import OwnPrompt
 from hf_dspark.decoding.prefixes import PrefixMemory
 from hf_dspark.models.prompt_lookup import PromptLookup
-from tests.hybrids import HAVE_PROTOCOL, build, build_any
+from tests.hybrids import HAVE_PROTOCOL, build, build_any, make_own_draft
 from tests.rows import alone
 
 GREEDY = {"do_sample": False, "max_new_tokens": 12, "pad_token_id": 0, "eos_token_id": None, "progress": False}
@@ -18,11 +18,8 @@ RECURRENT = [pytest.param(kind, marks=later) for kind in ("qwen3_5_text", "mamba
 
 
 def pair_of(kind):
-    target = build_any(kind).eval()
-    target.generation_config.pad_token_id, target.generation_config.eos_token_id = 0, None
-    torch.manual_seed(1)
-    config = DSparkConfig.from_target(target, block_size=4, num_hidden_layers=1, markov_rank=8)
-    draft = DSparkDraftModel(config).eval()
+    target = build_any(kind)
+    draft = make_own_draft(target)
     draft.decoding = DecodingOptions(policy=FullBlock())
     return target, draft
 
@@ -184,8 +181,7 @@ def test_what_an_overflow_has_left_in_a_row_is_not_read(asks):
 @later
 def test_targets_whose_layers_write_into_what_they_keep_are_read_anew(asks):
     target = build("glm5_next")
-    target.generation_config.pad_token_id, target.generation_config.eos_token_id = 0, None
-    draft = DSparkDraftModel(DSparkConfig.from_target(target, block_size=4, num_hidden_layers=1, markov_rank=8)).eval()
+    draft = make_own_draft(target)
     prompts = [words(50, 0) + words(9 + 3 * seed, 1 + seed) for seed in range(9)]
     asks(target, draft, memory := PrefixMemory(2**30), prompts, batch_size=3)
     assert memory.num_reused == 0

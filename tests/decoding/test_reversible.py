@@ -100,11 +100,7 @@ def random_arrows(vocab, ends=(), size=24):
 def distance(monkeypatch, pair, policy, make=Automaton, prompts=ONE_ROW, top_k=2, **options):
     warpers = [TopKLogitsWarper(top_k)] if top_k else []
     plain = LogitsProcessorList([Replayed(SMALL, prompts), *warpers])
-    found, mass, counts = enumerate_rounds(
-        monkeypatch, *pair, policy, LogitsProcessorList([make(SMALL), *warpers]), prompts, plain=plain, **options
-    )
-    assert mass == pytest.approx(1.0, abs=1e-5)
-    return found, counts
+    return enumerate_rounds(monkeypatch, *pair, policy, [make(SMALL), *warpers], prompts, plain=plain, **options)
 
 
 @pytest.mark.parametrize("policy", [FullBlock(), TREES], ids=["chains", "trees"])

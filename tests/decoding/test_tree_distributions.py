@@ -6,9 +6,9 @@ import itertools
 import numpy as np
 import pytest
 import torch
-from transformers import LogitsProcessorList, TopKLogitsWarper
+from transformers import TopKLogitsWarper
 
-from hf_dspark import DecodingOptions, DSparkConfig, DSparkDraftModel, PromptLookup
+from hf_dspark import DecodingOptions, PromptLookup
 from hf_dspark.decoding.drafter import Drafter
 from hf_dspark.decoding.tree_drafting import DrawnTrees, TreeSampler
 from hf_dspark.sampling import verification
@@ -18,51 +18,38 @@ from hf_dspark.scheduling.scheduler import Scheduler
 from hf_dspark.scheduling.tree_plans import TreePlan
 from tests.decoding.test_lossless_batches import SLOPE, enumerate_rounds
 from tests.distributions import HEADS, PROMPT, make_pair, p_value_of_samples
+from tests.hybrids import make_own_draft
 from tests.rows import padded
 
-PROCESSORS = {"none": [], "top_k": [TopKLogitsWarper(2)]}
 ONE_ROW = PROMPT.tolist()
-
-
-def distance(monkeypatch, pair, policy, processors=(), **options):
-    processors = LogitsProcessorList(processors or PROCESSORS["top_k"])
-    found, mass, counts = enumerate_rounds(monkeypatch, *pair, policy, processors, **options)
-    assert mass == pytest.approx(1.0, abs=1e-5)
-    return found, counts
 
 
 @pytest.mark.parametrize("head", HEADS.values(), ids=HEADS)
 def test_a_round_of_a_tree_has_the_targets_distribution(make_target, monkeypatch, head):
     pair = make_pair(make_target, seed=5, **head)
-    found, counts = distance(monkeypatch, pair, Scheduler(num_nodes=4), prompts=ONE_ROW)
+    found, counts = enumerate_rounds(monkeypatch, *pair, Scheduler(num_nodes=4), prompts=ONE_ROW)
     assert found < 5e-6 and any(count > 2 for (count,) in counts)
 
 
-def test_a_round_without_truncation_has_the_targets_distribution(make_target, monkeypatch):
-    processors = [TopKLogitsWarper(3)]
-    found, _ = distance(
-        monkeypatch, make_pair(make_target, seed=5), Scheduler(num_nodes=4), processors, prompts=ONE_ROW
-    )
-    assert found < 5e-6
-
-
-def test_a_draft_of_independent_slots_grows_trees_too(make_target, monkeypatch):
-    pair = make_pair(make_target, seed=5, markov_rank=0, enable_confidence_head=False)
-    assert distance(monkeypatch, pair, Scheduler(num_nodes=4), prompts=ONE_ROW)[0] < 5e-6
-
-
-def test_two_rounds_of_a_tree_have_the_targets_distribution(make_target, monkeypatch):
-    assert (
-        distance(monkeypatch, make_pair(make_target, seed=5), Scheduler(num_nodes=3), prompts=ONE_ROW, rounds=2)[0]
-        < 5e-6
-    )
+@pytest.mark.parametrize(
+    ("head", "nodes", "options"),
+    [
+        ({}, 4, {"processors": [TopKLogitsWarper(3)]}),
+        ({"markov_rank": 0, "enable_confidence_head": False}, 4, {}),
+        ({}, 3, {"rounds": 2}),
+    ],
+    ids=["no_truncation", "independent_slots", "two_rounds"],
+)
+def test_rounds_of_trees_have_the_targets_distribution(make_target, monkeypatch, head, nodes, options):
+    pair = make_pair(make_target, seed=5, **head)
+    assert enumerate_rounds(monkeypatch, *pair, Scheduler(num_nodes=nodes), prompts=ONE_ROW, **options)[0] < 5e-6
 
 
 @pytest.mark.parametrize(
     "policy", [Scheduler(num_nodes=2), Scheduler(SLOPE, trees=True, skip=False)], ids=["budget", "scheduler"]
 )
 def test_a_round_of_two_trees_has_the_joint_distribution(make_target, monkeypatch, policy):
-    found, counts = distance(monkeypatch, make_pair(make_target, seed=5), policy)
+    found, counts = enumerate_rounds(monkeypatch, *make_pair(make_target, seed=5), policy)
     assert found < 5e-6 and max(map(sum, counts)) > 1
 
 
@@ -81,7 +68,8 @@ def test_rounds_with_prompt_lookup_have_the_targets_distribution(make_target, mo
     monkeypatch.setattr(TreeSampler, "finish", finish)
     pair, every_match = make_pair(make_target, seed=5), [[0, 0, 1, 1, 2, 2, 0, 2, 1, 0]]
     budget = Scheduler(num_nodes=2 if rounds == 2 else 4)
-    found, _ = distance(monkeypatch, pair, budget, prompts=every_match, rounds=rounds, length=6, prompt_lookup=True)
+    options = {"prompts": every_match, "rounds": rounds, "length": 6, "prompt_lookup": True}
+    found, _ = enumerate_rounds(monkeypatch, *pair, budget, **options)
     assert found < 5e-6 and any(known) and not all(known)
 
 
@@ -93,7 +81,7 @@ def test_rounds_of_prompt_lookup_alone_have_the_targets_distribution(make_target
     every_match = [[0, 0, 1, 1, 2, 2, 0, 2, 1, 0]] * num_rows
     length = 4 if num_rows == 2 else 6
     options = {"prompts": every_match, "rounds": rounds, "length": length, "prompt_lookup": True}
-    found, counts = distance(monkeypatch, pair, Scheduler(num_nodes=2), **options)
+    found, counts = enumerate_rounds(monkeypatch, *pair, Scheduler(num_nodes=2), **options)
     assert found < 5e-6 and max(map(max, counts)) > 1
 
 
@@ -106,7 +94,7 @@ def test_a_round_of_prompt_lookup_before_one_of_drafts_keeps_the_targets_distrib
     monkeypatch.setattr(Drafter, "_read", lambda self, *args, **how: drafted.append(1) or honest(self, *args, **how))
     every_match = [[0, 0, 1, 1, 2, 2, 0, 2, 1, 0]]
     options = {"prompts": every_match, "rounds": 2, "length": 6, "prompt_lookup": True}
-    found, counts = distance(monkeypatch, make_pair(make_target, seed=5), Scheduler(num_nodes=2), **options)
+    found, counts = enumerate_rounds(monkeypatch, *make_pair(make_target, seed=5), Scheduler(num_nodes=2), **options)
     assert found < 5e-6 and drafted and max(map(max, counts)) > 1
 
 
@@ -127,7 +115,7 @@ class ByTheNeighbour(TreePlan):
 
 def test_a_budget_by_the_neighbours_draws_keeps_the_joint_distribution(make_target, monkeypatch):
     monkeypatch.setattr(Scheduler, "plan_tree", lambda *args, **kwargs: ByTheNeighbour(0.0, 3, 6))
-    found, counts = distance(monkeypatch, make_pair(make_target, seed=5), Scheduler(num_nodes=3))
+    found, counts = enumerate_rounds(monkeypatch, *make_pair(make_target, seed=5), Scheduler(num_nodes=3))
     assert found < 5e-6 and len(counts) > 1
 
 
@@ -143,7 +131,8 @@ def test_enumeration_catches_a_node_left_out_by_its_token(make_target, monkeypat
         return DraftTrees([tree])
 
     monkeypatch.setattr(DrawnTrees, "finish", finish)
-    assert distance(monkeypatch, make_pair(make_target, seed=5), Scheduler(num_nodes=1), prompts=ONE_ROW)[0] > 0.005
+    pair = make_pair(make_target, seed=5)
+    assert enumerate_rounds(monkeypatch, *pair, Scheduler(num_nodes=1), prompts=ONE_ROW)[0] > 0.005
 
 
 def test_enumeration_catches_siblings_tested_in_another_order(make_target, monkeypatch):
@@ -156,7 +145,8 @@ def test_enumeration_catches_siblings_tested_in_another_order(make_target, monke
             return honest(tree, distribution, accept_uniforms)
 
     monkeypatch.setattr(verification, "verify_tree", backwards)
-    assert distance(monkeypatch, make_pair(make_target, seed=5), Scheduler(num_nodes=3), prompts=ONE_ROW)[0] > 0.005
+    pair = make_pair(make_target, seed=5)
+    assert enumerate_rounds(monkeypatch, *pair, Scheduler(num_nodes=3), prompts=ONE_ROW)[0] > 0.005
 
 
 def p_value(target, draft, policy, prompt_lookup):
@@ -198,10 +188,7 @@ TREES = [*itertools.product(HEADS, ["plain"], [False]), *itertools.product(HEADS
 @pytest.mark.parametrize(("head", "options", "prompt_lookup"), TREES)
 def test_greedy_batches_with_trees_are_those_of_plain_decoding(make_target, head, options, prompt_lookup):
     target = make_target()
-    torch.manual_seed(1)
-    draft = DSparkDraftModel(DSparkConfig.from_target(target.config, markov_rank=8, block_size=4,
-                                                      confidence_head_with_markov=head != "domino",
-                                                      markov_head_type=head)).eval()  # fmt: skip
+    draft = make_own_draft(target, confidence_head_with_markov=head != "domino", markov_head_type=head)
     draft.decoding = DecodingOptions(policy=Scheduler(num_nodes=20), prompt_lookup=prompt_lookup)
     greedy = {"do_sample": False, "max_new_tokens": 24, "pad_token_id": 0} | OPTIONS[options]
     alone = [target.generate(torch.tensor([row]), **greedy)[0, len(row) :].tolist() for row in PROMPTS]
@@ -213,8 +200,7 @@ def test_greedy_batches_with_trees_are_those_of_plain_decoding(make_target, head
 
 def test_scores_and_states_are_those_along_the_accepted_path(make_target):
     target = make_target(seed=3)
-    torch.manual_seed(1)
-    draft = DSparkDraftModel(DSparkConfig.from_target(target.config, markov_rank=8, block_size=4)).eval()
+    draft = make_own_draft(target)
     draft.decoding = DecodingOptions(policy=Scheduler(num_nodes=20))
     wanted = {"do_sample": False, "max_new_tokens": 16, "pad_token_id": 0, "return_dict_in_generate": True,
               "output_scores": True, "output_hidden_states": True}  # fmt: skip

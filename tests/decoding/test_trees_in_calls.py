@@ -6,8 +6,6 @@ from transformers import LogitsProcessor, StoppingCriteria, StoppingCriteriaList
 
 from hf_dspark import (
     DecodingOptions,
-    DSparkConfig,
-    DSparkDraftModel,
     FullBlock,
     PromptLookup,
     Scheduler,
@@ -16,7 +14,8 @@ from hf_dspark import (
 from hf_dspark.decoding.hook import default_policy
 from hf_dspark.scheduling.costs import Load, ThroughputTable
 from hf_dspark.targets.support import TargetSupport
-from tests.rows import padded
+from tests.hybrids import make_own_draft
+from tests.rows import Notes, padded
 
 PROMPTS = [[3, 9, 12, 30, 7, 7, 21], [5], [11, 4, 8, 8, 25, 13, 17, 31, 22, 6, 5, 39]]
 GREEDY = {"do_sample": False, "max_new_tokens": 20, "pad_token_id": 0}
@@ -29,8 +28,7 @@ def target(make_target):
 
 @pytest.fixture
 def draft(target):
-    torch.manual_seed(1)
-    draft = DSparkDraftModel(DSparkConfig.from_target(target.config, markov_rank=8, block_size=4)).eval()
+    draft = make_own_draft(target)
     draft.decoding = DecodingOptions(policy=Scheduler(num_nodes=14))
     return draft
 
@@ -87,20 +85,12 @@ class AtToken(StoppingCriteria):
 
 
 def test_criteria_and_streams_see_the_accepted_path_alone(target, draft):
-    ids, seen = torch.tensor(PROMPTS[:1]), []
+    ids, seen = torch.tensor(PROMPTS[:1]), Notes()
     plain = target.generate(ids, **GREEDY)
     stop = StoppingCriteriaList([AtToken(int(plain[0, ids.shape[1] + 6]))])
-
-    class Streamer:
-        def put(self, value):
-            seen.extend(value.flatten().tolist())
-
-        def end(self):
-            seen.append("end")
-
     expected = target.generate(ids, stopping_criteria=stop, **GREEDY)
-    output = target.generate(ids, stopping_criteria=stop, assistant_model=draft, streamer=Streamer(), **GREEDY)
-    assert torch.equal(output, expected) and seen == [*expected[0].tolist(), "end"]
+    output = target.generate(ids, stopping_criteria=stop, assistant_model=draft, streamer=seen, **GREEDY)
+    assert torch.equal(output, expected) and seen.tokens == [*expected[0].tolist(), "end"]
 
 
 def test_a_number_of_assistant_tokens_means_a_chain(target, draft):
@@ -135,8 +125,7 @@ def test_options_that_contradict_each_other_are_refused(draft):
 
 def test_trees_of_a_target_with_recurrent_states_are_refused(make_target, monkeypatch):
     target = make_target()
-    torch.manual_seed(1)
-    draft = DSparkDraftModel(DSparkConfig.from_target(target.config, markov_rank=8, block_size=4)).eval()
+    draft = make_own_draft(target)
     monkeypatch.setattr(TargetSupport, "tree_obstacle", "it reads rows token by token")
     with pytest.raises(ValueError, match=r"DecodingOptions\(trees=True\) asks for trees of drafts, but it reads"):
         draft.decoding = DecodingOptions(trees=True)

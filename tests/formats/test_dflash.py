@@ -1,6 +1,5 @@
 """Drafts of the DFlash family as their own projects wrote them: what those computed, and what our loop makes of it."""
 
-import json
 import re
 import shutil
 from pathlib import Path
@@ -15,6 +14,8 @@ from hf_dspark.hub.convert import convert_checkpoint
 from hf_dspark.models.slot_cache import SlotCache
 from hf_dspark.sampling.drafts import ChainSampler
 from hf_dspark.scheduling.scheduler import Scheduler
+from tests.config_files import change_config, read_config
+from tests.rows import padded
 
 DRAFTS = ("z_lab", "domino_anchored", "domino_fill_in", "dflash2")
 TAPS = (1, 5)
@@ -58,21 +59,6 @@ def test_training_pass_gives_the_logits_of_the_drafts_own_code(folder, verifier)
     slots, _ = draft.teacher_forced(input_ids, features, layout, block[:, None, 1 : gamma + 1])
     logits = slots.compute(*slots.inputs)[0]
     torch.testing.assert_close(logits, io["r1.logits"][:, -gamma:], atol=1e-5, rtol=1e-5)
-
-
-def padded(prompts: list[list[int]]) -> dict[str, torch.Tensor]:
-    width = max(map(len, prompts))
-    ids = torch.tensor([[0] * (width - len(row)) + row for row in prompts])
-    mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in prompts])
-    return {"input_ids": ids, "attention_mask": mask}
-
-
-def edit(folder: Path, **changes: object) -> None:
-    """Change keys of a config.json; `None` deletes one, in sections, too."""
-    config = json.loads((folder / "config.json").read_text()) | changes
-    kept = {key: value for key, value in config.items() if value is not None}
-    kept["dflash_config"] = {key: value for key, value in config["dflash_config"].items() if value is not None}
-    (folder / "config.json").write_text(json.dumps(kept))
 
 
 def accepted_there(io: dict[str, torch.Tensor]) -> list[int]:
@@ -123,7 +109,7 @@ def test_drafts_go_there_and_back(folder, tmp_path):
     first, again = (DSparkDraftModel.from_pretrained(place) for place in (folder, tmp_path / "theirs"))
     said, found = first.config.to_dict(), again.config.to_dict()
     assert {key for key in said if said[key] != found[key]} <= {"_name_or_path", "dtype", "transformers_version"}
-    theirs, original = (json.loads((place / "config.json").read_text()) for place in (tmp_path / "theirs", folder))
+    theirs, original = (read_config(place) for place in (tmp_path / "theirs", folder))
     assert original["dflash_config"].items() <= theirs["dflash_config"].items()
     assert theirs["dflash_config"].keys() - original["dflash_config"].keys() <= {"block_size"}
     assert {key for key in original if original[key] != theirs.get(key)} <= {
@@ -138,9 +124,11 @@ def test_drafts_go_there_and_back(folder, tmp_path):
 @pytest.mark.parametrize(("folder", "name"), [("z_lab", "dflash"), ("dflash2", "dflash2")], indirect=["folder"])
 def test_drafts_without_windows_go_to_speculators_and_back(folder, name, verifier, tmp_path):
     shutil.copytree(folder, tmp_path / "there")
-    edit(tmp_path / "there", layer_types=["full_attention"] * 2, sliding_window=None, use_sliding_window=False)
+    change_config(
+        tmp_path / "there", layer_types=["full_attention"] * 2, sliding_window=None, use_sliding_window=False
+    )
     convert_checkpoint(tmp_path / "there", tmp_path / "written", "speculators", target=verifier, engine="vllm")
-    config = json.loads((tmp_path / "written" / "config.json").read_text())
+    config = read_config(tmp_path / "written")
     assert (config["speculators_model_type"], config["block_size"], config["sample_from_anchor"]) == (name, 5, False)
     assert config["speculators_config"]["proposal_methods"][0]["speculative_tokens"] == 4
     first, again = (DSparkDraftModel.from_pretrained(tmp_path / place) for place in ("there", "written"))
@@ -170,10 +158,10 @@ def test_drafts_without_windows_go_to_speculators_and_back(folder, name, verifie
 )
 def test_what_is_missing_or_not_known_is_refused_by_name(folder, changes, message, tmp_path):
     shutil.copytree(folder, tmp_path / "there")
-    section = json.loads((folder / "config.json").read_text())["dflash_config"]
+    section = read_config(folder)["dflash_config"]
     nested = {key: value for key, value in changes.items() if key in section or key == "attention_mode"}
     others = {key: value for key, value in changes.items() if key not in nested}
-    edit(tmp_path / "there", **{"dflash_config": section | nested} | others)
+    change_config(tmp_path / "there", **{"dflash_config": section | nested} | others)
     with pytest.raises(ValueError, match=message):
         DSparkDraftModel.from_pretrained(tmp_path / "there")
 

@@ -2,14 +2,13 @@
 tensors are found under all names that projects give them."""
 
 import json
-import shutil
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from hf_dspark import Eagle3Config, Eagle3DraftModel, inspect_draft
+from hf_dspark import Eagle3Config, Eagle3DraftModel
 from hf_dspark.formats.translate import config_from_format, recognise
 from tests.eagle3_target import NUM_LAYERS, make_target
 from tests.formats.test_keys import OF_SECTIONS_ALONE, UNREAD, silent_keys, with_place
@@ -135,16 +134,6 @@ def test_p_eagle_is_told_by_its_state_or_by_its_keys(tmp_path, key, has_state):
         assert Eagle3DraftModel.from_pretrained(folder).config.mask_token_id == (3 if has_state else None)
         return
     with pytest.raises(ValueError, match="missing: mask_hidden.*Check pard_token"):
-        Eagle3DraftModel.from_pretrained(folder)
-
-
-def test_pickled_weights_are_refused_with_the_cure(tmp_path):
-    folder = tmp_path / "pickled"
-    folder.mkdir()
-    shutil.copy(FIXTURES / "safeailab" / "config.json", folder)
-    assert "index.json in " in (said := inspect_draft(folder).refusal) and said.endswith("it with its weights")
-    torch.save({}, folder / "pytorch_model.bin")
-    with pytest.raises(ValueError, match="are never loaded: convert them"):
         Eagle3DraftModel.from_pretrained(folder)
 
 

@@ -24,7 +24,7 @@ from hf_dspark.hub.convert import convert_checkpoint
 from hf_dspark.models.auto import load_draft
 from hf_dspark.models.slot_cache import SlotCache
 from hf_dspark.sampling.drafts import ChainSampler
-from hf_dspark.training.resume import require_whole
+from tests.config_files import change_config, read_config
 
 resource = pytest.importorskip("resource")  # not on Windows
 
@@ -57,11 +57,6 @@ def _no_bars():
     logging.disable_progress_bar()
     yield
     logging.enable_progress_bar()
-
-
-def change_config(folder: Path, **changes) -> None:
-    path = folder / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
 
 
 def peak_memory() -> int:
@@ -462,18 +457,6 @@ def test_pruned_vocabulary_with_strange_tokens_is_refused(tmp_path, offsets):
     refused(folder, "d2t")
 
 
-# ---- what training reads
-
-
-@pytest.mark.parametrize("content", ["[1]", "{", "[" * 100_000, '{"seed": NaN}'])
-def test_unsound_files_of_a_run_are_refused(folder, content):
-    for name, read in (("config.json", lambda path: load_draft(str(path.parent))),
-                       ("dspark_run.json", lambda path: require_whole(path.parent))):  # fmt: skip
-        (folder / name).write_text(content)
-        with pytest.raises(ValueError, match=f"{name} cannot be used"):
-            read(folder / name)
-
-
 # ---- fuzzing
 
 
@@ -563,7 +546,7 @@ def mutate(config: dict, draw: random.Random) -> dict:
 
 def test_config_mutations_are_refused_or_give_a_draft_that_drafts(folder, make_target):
     target = make_target()
-    sound = json.loads((folder / "config.json").read_text()) | {"sts_temperatures": {"default": [1.0] * 4}}
+    sound = read_config(folder) | {"sts_temperatures": {"default": [1.0] * 4}}
     draw = random.Random(3)
     refusals = 0
     with bounded(60, 128 * MEBIBYTE):

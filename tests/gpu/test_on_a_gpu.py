@@ -22,6 +22,7 @@ from hf_dspark import (
     generate_many,
 )
 
+from ..rows import padded
 from .test_pretended_device import LIMITS
 
 pytestmark = pytest.mark.gpu
@@ -47,11 +48,8 @@ def exact_products(device):
     torch.set_float32_matmul_precision(before)
 
 
-def padded(prompts: list[list[int]], device: torch.device) -> dict[str, torch.Tensor]:
-    width = max(map(len, prompts))
-    ids = torch.tensor([[0] * (width - len(prompt)) + prompt for prompt in prompts], device=device)
-    mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts], device=device)
-    return {"input_ids": ids, "attention_mask": mask}
+def there(prompts: list[list[int]], device: torch.device) -> dict[str, torch.Tensor]:
+    return {name: part.to(device) for name, part in padded(prompts).items()}
 
 
 def decode(target, inputs, **options) -> torch.Tensor:
@@ -65,7 +63,7 @@ def test_three_greedy_rows_are_identical_to_plain_decoding(pair, device, attenti
     target, draft = (model.to(device) for model in pair)
     draft.decoding = DecodingOptions(policy=policy)
     target.set_attn_implementation(attention)
-    inputs = padded(PROMPTS, device)
+    inputs = there(PROMPTS, device)
     assert torch.equal(decode(target, inputs), decode(target, inputs, assistant_model=draft))
     assert draft.last_stats.tau > 1.5  # the draft is a trained one: a wrong cache position would show here
 
@@ -76,7 +74,7 @@ def test_three_greedy_rows_are_identical_to_plain_decoding(pair, device, attenti
 def test_compiled_rounds_are_identical_to_plain_decoding(pair, device, policy, rows):
     target, draft = (model.to(device) for model in pair)
     draft.decoding = DecodingOptions(policy=policy, compile=True)
-    inputs = padded(PROMPTS[:rows], device)
+    inputs = there(PROMPTS[:rows], device)
     expected = decode(target, inputs)
     with warnings.catch_warnings():
         warnings.filterwarnings("error", ".*without compiled graphs")
@@ -89,7 +87,7 @@ def test_compiled_rounds_are_identical_to_plain_decoding(pair, device, policy, r
 def test_a_random_draft_changes_nothing(make_target, make_draft, device):
     target = make_target().to(device)
     draft = make_draft(target).to(device)
-    inputs = padded(PROMPTS, device)
+    inputs = there(PROMPTS, device)
     assert torch.equal(decode(target, inputs), decode(target, inputs, assistant_model=draft))
 
 
@@ -97,13 +95,13 @@ def test_a_random_draft_changes_nothing(make_target, make_draft, device):
 def test_an_eagle3_draft_changes_nothing(make_target, device):
     target = make_target().to(device)
     draft = Eagle3DraftModel(Eagle3Config.from_target(target.config)).to(device).eval()
-    inputs = padded(PROMPTS, device)
+    inputs = there(PROMPTS, device)
     assert torch.equal(decode(target, inputs), decode(target, inputs, assistant_model=draft))
 
 
 def test_tokens_in_bfloat16_are_the_best_up_to_rounding(pair, device):
     target, draft = (copy.deepcopy(model).to(device, torch.bfloat16) for model in pair)
-    inputs = padded(PROMPTS[:1], device)
+    inputs = there(PROMPTS[:1], device)
     sequence = decode(target, inputs, assistant_model=draft)
     logits = target(sequence).logits[0, len(PROMPTS[0]) - 1 : -1].float()
     chosen = logits.gather(1, sequence[0, len(PROMPTS[0]) :, None])[:, 0]
@@ -147,7 +145,7 @@ def test_a_queue_gives_each_prompt_its_plain_answer(pair, device):
     )  # fmt: skip
     for done in answers:
         prompt = (PROMPTS * 3)[done.index]
-        plain = decode(target, padded([prompt], device))[0, len(prompt) :].tolist()
+        plain = decode(target, there([prompt], device))[0, len(prompt) :].tolist()
         assert done.token_ids.tolist() == plain[: len(done.token_ids)]
 
 
@@ -179,7 +177,7 @@ def test_a_round_waits_no_more_often_than_the_pretended_device_says(pair, device
                 warnings.simplefilter("always")
                 assistant = {} if policy is None else {"assistant_model": draft}
                 options = {"max_new_tokens": length, "pad_token_id": 0, "eos_token_id": None}
-                target.generate(**padded(PROMPTS[-1:], device), **assistant, **how, **options)
+                target.generate(**there(PROMPTS[-1:], device), **assistant, **how, **options)
         finally:
             torch.cuda.set_sync_debug_mode("default")
         waits = sum("synchronizing CUDA operation" in str(each.message) for each in told)
@@ -192,10 +190,10 @@ def test_a_round_waits_no_more_often_than_the_pretended_device_says(pair, device
 @pytest.mark.usefixtures("exact_products")
 def test_a_target_on_two_devices_decodes_the_same_tokens(pair, tmp_path):
     target, draft = (model.cpu() for model in pair)
-    plain = decode(target, padded(PROMPTS, torch.device("cpu")))
+    plain = decode(target, there(PROMPTS, torch.device("cpu")))
     target.save_pretrained(tmp_path)
     layers = {f"model.layers.{index}": int(index > 0) for index in range(target.config.num_hidden_layers)}
     places = layers | {"model.embed_tokens": 0, "model.norm": 1, "model.rotary_emb": 0, "lm_head": 1}
     spread = Qwen3ForCausalLM.from_pretrained(tmp_path, device_map=places).eval()
-    output = decode(spread, padded(PROMPTS, torch.device("cuda:0")), assistant_model=draft.to("cuda:0"))
+    output = decode(spread, there(PROMPTS, torch.device("cuda:0")), assistant_model=draft.to("cuda:0"))
     assert torch.equal(output.cpu(), plain)

@@ -283,12 +283,16 @@ def test_queues_give_the_same_answers(pairs, policy, how):
         assert answers(DEVICE) == expected
 
 
-@pytest.mark.parametrize("policy, how", [(FullBlock(), DRAWN), (TREES, GREEDY)], ids=["chains", "trees"])
-def test_a_target_on_two_devices_decodes_the_same_tokens(pair, policy, how):
+@pytest.mark.parametrize(
+    "policy, how, place", [(FullBlock(), DRAWN, SECOND), (TREES, GREEDY, DEVICE)], ids=["chains", "trees"]
+)
+def test_a_target_on_two_devices_decodes_the_same_tokens(pair, policy, how, place):
+    """With a draft that is where the first layers are, or where embedding and head are not."""
     target, draft = pair
     options = RECORDS | how | {"rows": 2, "policy": policy}
     expected = decode(target, draft, CPU, **options)
-    target, draft = copy.deepcopy(target), moved(copy.deepcopy(draft))
+    target, draft = copy.deepcopy(target), copy.deepcopy(draft)
+    moved(draft, {name: place for name, _ in draft.named_children()})
     places = {f"model.layers.{index}": SECOND if index else DEVICE for index in range(len(target.model.layers))}
     places |= {"model.embed_tokens": DEVICE, "model.rotary_emb": DEVICE, "model.norm": SECOND, "lm_head": DEVICE}
     with Pretended():

@@ -18,10 +18,10 @@ from transformers.models.muse_glimmer_assistant import MuseGlimmerAssistantModel
 from hf_dspark import DSparkConfig, DSparkDraftModel, Eagle3DraftModel
 from hf_dspark.formats.checkpoint import Checkpoint
 from hf_dspark.formats.fields import look_up
-from hf_dspark.formats.tables import FORMATS
-from hf_dspark.formats.translate import config_from_format, recognise
+from hf_dspark.formats.translate import recognise
 from hf_dspark.hub.convert import convert_checkpoint, launch_command, read_checkpoint
 from hf_dspark.models.slot_cache import SlotCache
+from tests.config_files import change_config, read_config
 
 SPECULATORS = ("full_vocab_vanilla", "pruned_vocab_vanilla", "swa_causal_vanilla")
 SLIDING = {"layer_types": ["sliding_attention", "full_attention"]}
@@ -51,16 +51,6 @@ def target(make_target):
 @pytest.fixture
 def verifier(fixtures):
     return AutoModelForCausalLM.from_pretrained(fixtures / "speculators" / "verifier").eval()
-
-
-def config_file(folder: Path) -> dict:
-    return json.loads((folder / "config.json").read_text())
-
-
-def edit(folder: Path, **changes) -> None:
-    """Change keys of a config.json; `None` deletes one."""
-    config = config_file(folder) | changes
-    (folder / "config.json").write_text(json.dumps({k: v for k, v in config.items() if v is not None}))
 
 
 def differences(ours: dict, theirs: dict, prefix: str = "") -> set[str]:
@@ -126,13 +116,13 @@ def test_drafts_that_do_not_say_how_deep_their_target_is_refuse_one_that_lacks_a
 
 def proposing(folder: Path, tokens: int | None) -> dict:
     method = {"proposal_type": "greedy"} | ({} if tokens is None else {"speculative_tokens": tokens})
-    return config_file(folder)["speculators_config"] | {"proposal_methods": [method]}
+    return read_config(folder)["speculators_config"] | {"proposal_methods": [method]}
 
 
 @pytest.mark.parametrize(("tokens", "anchored"), [(5, True), (4, False)])
 def test_speculators_layout_is_told_by_the_number_of_tokens_it_proposes(fixtures, tmp_path, tokens, anchored):
     folder = Path(shutil.copytree(fixtures / "speculators" / "full_vocab_vanilla", tmp_path / "draft"))
-    edit(folder, sample_from_anchor=None, speculators_config=proposing(folder, tokens))
+    change_config(folder, sample_from_anchor=None, speculators_config=proposing(folder, tokens))
     for config in (DSparkConfig.from_pretrained(folder), read_checkpoint(folder, sample_from_anchor=anchored)[0]):
         assert (config.sample_from_anchor, config.block_size, config.num_slots) == (anchored, tokens, 5)
     with pytest.raises(ValueError, match="asked for, but the speculators draft says otherwise"):
@@ -143,7 +133,7 @@ def test_speculators_layout_is_told_by_the_number_of_tokens_it_proposes(fixtures
 @pytest.mark.parametrize("tokens", [None, 3])
 def test_speculators_layout_must_be_said_where_the_file_does_not(fixtures, tmp_path, anchored, gamma, tokens):
     folder = Path(shutil.copytree(fixtures / "speculators" / "full_vocab_vanilla", tmp_path / "draft"))
-    edit(folder, sample_from_anchor=None, speculators_config=proposing(folder, tokens))
+    change_config(folder, sample_from_anchor=None, speculators_config=proposing(folder, tokens))
     with pytest.raises(ValueError, match="lacks 'sample_from_anchor'.*true means.*false that the anchor's slot"):
         DSparkDraftModel.from_pretrained(folder)
     with pytest.raises(ValueError, match="asked for, but the speculators draft says otherwise"):
@@ -191,7 +181,7 @@ def test_golden_checkpoints_are_written_as_they_were(fixtures, tmp_path, monkeyp
     convert_checkpoint(through, written, format, target=target)
     assert_same_tensors(load_file(written / "model.safetensors"), load_file(fixtures / name / "model.safetensors"))
     allowed = EXCEPTIONS[format] | (EXCEPTIONS["gemma4"] if "gemma4" in name else set())
-    assert differences(config_file(written), config_file(fixtures / name)) <= allowed
+    assert differences(read_config(written), read_config(fixtures / name)) <= allowed
 
 
 def test_formats_with_copies_of_a_head_refuse_its_bias(make_target, make_draft, tmp_path):
@@ -216,7 +206,7 @@ def test_golden_eagle3_checkpoint_is_written_as_it_was(fixtures, make_target, tm
         target.get_output_embeddings().weight.copy_(golden["lm_head.weight"])
     convert_checkpoint(Eagle3DraftModel.from_pretrained(folder), tmp_path / "written", "deepspec", target=target)
     assert_same_tensors(load_file(tmp_path / "written" / "model.safetensors"), golden)
-    assert differences(config_file(tmp_path / "written"), config_file(folder)) <= {"transformers_version"}
+    assert differences(read_config(tmp_path / "written"), read_config(folder)) <= {"transformers_version"}
 
 
 ROUND_TRIPS = [
@@ -271,63 +261,6 @@ def test_temperatures_travel_beside_formats_that_have_no_field_for_them(make_dra
     assert read_checkpoint(tmp_path / "there")[0].sts_temperatures == {"default": [1.0, 2.0, 3.0, 4.0]}
 
 
-def specforge(target, **changes) -> dict:
-    text = target.config
-    return {
-        "architectures": ["DFlashDraftModel"], "model_type": "qwen3", "attention_bias": False, "block_size": 5,
-        "dflash_config": {
-            "mask_token_id": 47, "target_layer_ids": [0, 2], "projector_type": "dspark", "markov_rank": 6,
-            "markov_head_type": "vanilla", "enable_confidence_head": True, "confidence_head_with_markov": True,
-        },
-        "head_dim": 12, "hidden_act": "silu", "hidden_size": 32, "intermediate_size": 48,
-        "layer_types": ["full_attention"], "num_attention_heads": 4, "num_hidden_layers": 1, "num_key_value_heads": 2,
-        "num_target_layers": text.num_hidden_layers, "rms_norm_eps": 1e-6, "rope_scaling": None, "rope_theta": 5000.0,
-        "vocab_size": text.vocab_size,
-    } | changes  # fmt: skip
-
-
-def read_flat(config: dict) -> DSparkConfig:
-    entry = next(entry for entry in FORMATS if entry.recognise(config))
-    assert entry.name == "sglang"
-    return DSparkConfig.from_dict(config_from_format(config, entry))
-
-
-NO_HEADS = {"dflash_config": {"mask_token_id": 47, "target_layer_ids": [0, 2]}}
-SLIDING_ONLY = {"layer_types": ["sliding_attention"], "sliding_window": 8}
-DEFAULT_ROPE = {"rope_type": "default", "rope_theta": 5000.0}
-
-
-@pytest.mark.parametrize(
-    ("changes", "expected"),
-    [
-        ({}, {"markov_rank": 6, "target_layer_ids": [0, 2], "mask_token_id": 47, "enable_confidence_head": True}),
-        ({}, {"block_size": 5, "sample_from_anchor": True, "rope_parameters": DEFAULT_ROPE}),
-        (NO_HEADS, {"markov_rank": 0, "enable_confidence_head": False, "block_size": 4, "sample_from_anchor": False}),
-        (SLIDING_ONLY, {"causal_sliding": True}),
-        (SLIDING_ONLY | {"is_causal": False}, {"causal_sliding": False}),
-        ({"attention_sink_bias": True}, {"attention_sinks": True}),
-        ({"sample_from_anchor": False}, {"block_size": 4, "sample_from_anchor": False}),
-    ],
-)
-def test_what_specforge_wrote_is_read_as_it_was_meant(target, changes, expected):
-    config = read_flat(specforge(target, **changes))
-    assert {name: getattr(config, name) for name in expected} == expected
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"dflash_config": {"projector_type": "lilicorr"}}, "projector_type"),
-        ({"shift_label": False}, "contradicts the layout"),
-        ({"is_causal": True}, "blocks are causal .* full-attention layers"),
-        ({"rope_theta": None}, "lacks 'rope_parameters'"),
-    ],
-)
-def test_specforges_drafts_with_unknown_features_are_refused(target, change, message):
-    with pytest.raises(ValueError, match=message):
-        read_flat(specforge(target, **change))
-
-
 @pytest.mark.parametrize("window", [None, 6], ids=["full", "sliding"])
 @torch.no_grad()
 def test_transformers_computes_the_same_from_the_exported_draft(make_draft, target, tmp_path, window):
@@ -336,7 +269,7 @@ def test_transformers_computes_the_same_from_the_exported_draft(make_draft, targ
     convert_checkpoint(draft, tmp_path / "native", "transformers", target=target)
     if sliding:
         shutil.copytree(tmp_path / "native", tmp_path / "short")
-        edit(tmp_path / "short", sliding_window=3)
+        change_config(tmp_path / "short", sliding_window=3)
         with pytest.raises(ValueError, match="shorter than the block"):
             read_checkpoint(tmp_path / "short", target=target)
     native, info = MuseGlimmerAssistantModel.from_pretrained(tmp_path / "native", output_loading_info=True)
@@ -472,7 +405,7 @@ def test_drafts_that_cannot_be_held_are_refused(make_draft, target, tmp_path, fo
 )
 def test_speculators_drafts_with_unknown_features_are_refused(fixtures, tmp_path, change, message):
     folder = Path(shutil.copytree(fixtures / "speculators" / "full_vocab_vanilla", tmp_path / "draft"))
-    edit(folder, **change)
+    change_config(folder, **change)
     for load in (read_checkpoint, DSparkConfig.from_pretrained):
         with pytest.raises(ValueError, match=message):
             load(folder)
@@ -507,7 +440,7 @@ LOOKED_FOR = {
 @pytest.mark.parametrize("format", LOOKED_FOR)
 def test_written_configs_hold_what_engines_look_for(make_draft, target, tmp_path, format):
     convert_checkpoint(make_draft(target), tmp_path / "there", format, target=target)
-    config = config_file(tmp_path / "there")
+    config = read_config(tmp_path / "there")
     assert not [key for key in LOOKED_FOR[format] if look_up(config, key) is None]
 
 
@@ -574,7 +507,7 @@ def test_the_target_says_how_deep_it_is_where_the_draft_does_not(make_draft, tar
     draft = DSparkDraftModel.from_pretrained(tmp_path / "shallow")
     assert draft.config.num_target_layers is None
     convert_checkpoint(draft, tmp_path / "there", format, target=target)
-    assert config_file(tmp_path / "there")["num_target_layers"] == 4
+    assert read_config(tmp_path / "there")["num_target_layers"] == 4
     if format == "sglang":  # which asks for no target otherwise
         with pytest.raises(ValueError, match="how many layers the target has, the draft does not: pass target"):
             convert_checkpoint(draft, tmp_path / "again", format)

@@ -5,25 +5,21 @@ import ast
 import importlib.util
 import itertools
 import math
-import string
 import sys
 
 import pytest
 import torch
-from tokenizers import Tokenizer, decoders, models
 from transformers import (
     GPT2Config,
     GPT2LMHeadModel,
     LogitsProcessor,
     LogitsProcessorList,
-    PreTrainedTokenizerFast,
     StoppingCriteria,
     StoppingCriteriaList,
     TemperatureLogitsWarper,
     TopPLogitsWarper,
 )
 from transformers.dynamic_module_utils import get_imports
-from transformers.generation.streamers import BaseStreamer
 
 from hf_dspark import ConfidenceThreshold, DecodingOptions, DSparkConfig, DSparkDraftModel, FullBlock
 from hf_dspark.hub.repository import DECODER
@@ -34,6 +30,7 @@ from hf_dspark.scheduling.calibration import calibrated_confidence
 from hf_dspark.targets.feature_capture import FeatureCapture
 from hf_dspark.targets.support import TargetSupport
 from tests.distributions import ROUNDING, Paths, TargetDistribution, total_variation
+from tests.rows import Notes
 from tests.targets.test_model_types import EACH_TYPE, PLAIN, PROMPTS, make_pair
 
 PROMPT = torch.tensor([[3, 9, 12, 30]])
@@ -302,17 +299,6 @@ class EndsAt(StoppingCriteria):
         return torch.tensor([input_ids.shape[1] >= 17])
 
 
-class Noting(BaseStreamer):
-    def __init__(self):
-        self.tokens, self.ended = [], False
-
-    def put(self, value):
-        self.tokens += value.flatten().tolist()
-
-    def end(self):
-        self.ended = True
-
-
 def test_stateful_processors_criteria_end_tokens_and_streamers_work_as_in_plain_decoding(one_file, copied, pair):
     target, draft = pair
     copy, whole = copied(draft), target.generate(PROMPT, **GREEDY)
@@ -323,18 +309,15 @@ def test_stateful_processors_criteria_end_tokens_and_streamers_work_as_in_plain_
         lambda: {"repetition_penalty": 1.3, "min_new_tokens": 6},
     )
     for call in calls:
-        streamer, plain = Noting(), target.generate(PROMPT, **GREEDY | call())
+        streamer, plain = Notes(), target.generate(PROMPT, **GREEDY | call())
         ours = one_file.generate(target, assistant_model=copy, streamer=streamer, inputs=PROMPT, **GREEDY | call())
-        assert ours.equal(plain) and streamer.tokens == plain[0].tolist() and streamer.ended
+        assert ours.equal(plain) and streamer.tokens == [*plain[0].tolist(), "end"]
 
 
-def test_stop_strings_end_the_answer(one_file, copied, pair):
-    letters = string.ascii_letters + string.digits + ".,"
-    inner = Tokenizer(models.BPE({letter: index for index, letter in enumerate(letters)}, merges=[]))
-    inner.decoder = decoders.Fuse()
-    call = GREEDY | {"tokenizer": PreTrainedTokenizerFast(tokenizer_object=inner)}
+def test_stop_strings_end_the_answer(one_file, copied, pair, tokenizer):
     target, copy = pair[0], copied(pair[1])
-    call["stop_strings"] = "".join(letters[token] for token in target.generate(PROMPT, **GREEDY)[0, 13:15])
+    stop = tokenizer.decode(target.generate(PROMPT, **GREEDY)[0, 13:15])
+    call = GREEDY | {"tokenizer": tokenizer, "stop_strings": stop}
     plain = target.generate(PROMPT, **call)
     assert plain.shape[1] < 44 and one_file.generate(target, assistant_model=copy, inputs=PROMPT, **call).equal(plain)
     with pytest.raises(ValueError, match="need the target's tokenizer"):

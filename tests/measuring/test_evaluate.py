@@ -265,8 +265,6 @@ def test_wrong_calls_are_refused_before_anything_is_decoded(pair, make_target, t
             evaluate(target, processing_class=text_tokenizer, **arguments)
     with pytest.raises(TypeError, match="tasks must map names to prompts, got list"):
         evaluate(target, draft, ["p.jsonl"], text_tokenizer)
-    with pytest.raises(TypeError, match=r"prompts must be several, got dict: pass \[prompt\]"):
-        evaluate(target, draft, {"t": {"prompt": "up"}}, text_tokenizer)
     with pytest.raises(ValueError, match="hidden_size|vocab"):
         evaluate(make_target(), draft, {"t": ["up"]}, text_tokenizer)
     assert not list(tmp_path.iterdir())

@@ -1,10 +1,9 @@
 """Calibration, evaluation and profiles of recurrent and hybrid targets."""
 
 import pytest
-import torch
 
-from hf_dspark import DSparkConfig, DSparkDraftModel, calibrate, evaluate, profile_throughput
-from tests.hybrids import HAVE_PROTOCOL, build
+from hf_dspark import calibrate, evaluate, profile_throughput
+from tests.hybrids import HAVE_PROTOCOL, build, make_own_draft
 
 pytestmark = pytest.mark.skipif(not HAVE_PROTOCOL, reason="needs a later transformers")
 PROMPTS = [[5, 6, 7], [9, 8, 7, 6], [11, 12]]
@@ -12,10 +11,7 @@ PROMPTS = [[5, 6, 7], [9, 8, 7, 6], [11, 12]]
 
 @pytest.fixture(params=["qwen3_5_text", "lfm2"])
 def pair(request):
-    target = build(request.param)
-    torch.manual_seed(1)
-    config = DSparkConfig.from_target(target, block_size=4, num_hidden_layers=1, markov_rank=8)
-    return target, DSparkDraftModel(config).eval()
+    return (target := build(request.param)), make_own_draft(target)
 
 
 @pytest.mark.filterwarnings("ignore:a calibration on")

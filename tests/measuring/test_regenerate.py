@@ -173,8 +173,6 @@ def test_learned_positions_are_never_exceeded(tokenizer, tmp_path, drafting):
 def test_wrong_options_are_raised_before_anything_is_written(run, options, words):
     with pytest.raises(ValueError, match=words):
         run(**options)
-    with pytest.raises(TypeError, match="pass \\[prompt\\]"):
-        run(prompts="abc")
     with pytest.raises(TypeError, match="target is the name 'org/model': load the model"):
         regenerate("org/model", PROMPTS, None, run.path)
     assert not run.path.exists()

@@ -1,25 +1,12 @@
 """The draft model: parity with DeepSpec's numbers, and with formulas written out here."""
 
 import copy
-import math
 import pickle
 
 import pytest
 import torch
 from safetensors.torch import load_file
 from transformers import (
-    AutoConfig,
-    AutoModel,
-    CohereConfig,
-    CohereForCausalLM,
-    Gemma2Config,
-    Gemma2ForCausalLM,
-    Gemma3ForCausalLM,
-    Gemma3TextConfig,
-    GemmaConfig,
-    GemmaForCausalLM,
-    GraniteConfig,
-    GraniteForCausalLM,
     LlamaConfig,
     T5Config,
     T5ForConditionalGeneration,
@@ -125,16 +112,10 @@ def test_draft_block_matches_deepspec_over_two_cached_rounds(golden, name):
             close(block.confidence_logits, data.io[f"{r}.confidence_logits"])
         else:
             assert block.confidence_logits is None
-
-
-@pytest.mark.parametrize("name", ["draft_vanilla", "draft_rnn", "draft_dflash"])
-def test_draft_block_reports_deepspecs_distribution_along_sampled_tokens(golden, name):
-    data = golden(name)
-    cache = SlotCache()
-    for r in ("r1", "r2"):
-        anchor, forced = data.io[f"{r}.draft_input_ids"][:, 0], ForcedSampler(data.io[f"{r}.t1_tokens"])
-        block = data.draft.draft_block(anchor, data.io[f"{r}.context_hidden"], cache, forced)
-        assert torch.equal(block.token_ids, data.io[f"{r}.t1_tokens"])
+        if name.startswith("gemma4"):  # of which nothing was sampled
+            continue
+        cache.truncate(0, length)
+        block = data.draft.draft_block(anchor, features, cache, ForcedSampler(data.io[f"{r}.t1_tokens"]))
         close(block.distribution.probs, data.io[f"{r}.t1_draft_probs"])
         if f"{r}.t1_confidence_logits" in data.io:
             close(block.confidence_logits, data.io[f"{r}.t1_confidence_logits"])
@@ -237,83 +218,7 @@ def test_bind_refuses_encoder_decoders_and_targets_without_lm_head(draft, target
         draft.bind(target.model)
 
 
-FAMILY_SIZES = {
-    "vocab_size": 48, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "head_dim": 8, "pad_token_id": 0, "initializer_range": 0.3,
-}  # fmt: skip
-GRANITE_SIZES = {name: value for name, value in FAMILY_SIZES.items() if name != "head_dim"}
-FAMILIES = {
-    "gemma": (GemmaForCausalLM, GemmaConfig(**FAMILY_SIZES)),
-    "gemma2": (Gemma2ForCausalLM, Gemma2Config(**FAMILY_SIZES, final_logit_softcapping=5.0)),
-    "gemma3_text": (Gemma3ForCausalLM, Gemma3TextConfig(**FAMILY_SIZES, final_logit_softcapping=4.0)),
-    "granite": (GraniteForCausalLM, GraniteConfig(**GRANITE_SIZES, embedding_multiplier=3.0, logits_scaling=4.0)),
-    "cohere": (CohereForCausalLM, CohereConfig(**GRANITE_SIZES, logit_scale=0.25)),
-}
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-@torch.no_grad()
-def test_borrowed_ends_compute_what_the_target_computes(family):
-    model_class, config = FAMILIES[family]
-    target = model_class(config).eval()
-    draft = DSparkDraftModel(DSparkConfig.from_target(config)).bind(target)
-    input_ids = torch.randint(0, 48, (1, 9))
-    output = target(input_ids, output_hidden_states=True)
-    close(draft.embed(input_ids), output.hidden_states[0])
-    last_hidden = target.get_decoder()(input_ids).last_hidden_state
-    close(draft.base_logits(last_hidden), output.logits)
-
-
 # ---- attention and cache
-
-
-def naive_backbone(draft, block_ids, features, position, window_of):
-    """One block after all context rows, layer by layer and head by head, under a mask that is written out."""
-    config, count = draft.config, len(block_ids)
-    size, groups = config.head_dim, config.num_attention_heads // config.num_key_value_heads
-    places = torch.arange(position + count)
-    own_places = places[position:]
-
-    def norm(x, module):
-        return x / torch.sqrt((x * x).mean(-1, keepdim=True) + config.rms_norm_eps) * module.weight
-
-    def turn(x, at):
-        angles = at[:, None] * config.rope_parameters["rope_theta"] ** (-torch.arange(size // 2) / (size // 2))
-        (first, second), cos, sin = x.chunk(2, dim=-1), angles.cos(), angles.sin()
-        return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
-
-    context = norm(features @ draft.fc.weight.T, draft.hidden_norm)
-    hidden = draft._borrowed.embedding.weight[block_ids]
-    for index, layer in enumerate(draft.layers):
-        attention, normed, heads = layer.self_attn, norm(hidden, layer.input_layernorm), []
-        rows, seen = torch.cat([context, normed]), own_places[:, None] - places < window_of(index)
-        for head in range(config.num_attention_heads):
-            of_query, of_key = (slice(each * size, (each + 1) * size) for each in (head, head // groups))
-            query = turn(norm(normed @ attention.q_proj.weight[of_query].T, attention.q_norm), own_places)
-            key = turn(norm(rows @ attention.k_proj.weight[of_key].T, attention.k_norm), places)
-            scores = (query @ key.T / math.sqrt(size)).masked_fill(~seen, -torch.inf)
-            if config.attention_sinks:
-                scores = torch.cat([scores, attention.attention_sink_bias[head].expand(count, 1)], dim=1)
-            heads.append(scores.softmax(-1)[:, : len(rows)] @ rows @ attention.v_proj.weight[of_key].T)
-        hidden = hidden + torch.cat(heads, dim=1) @ attention.o_proj.weight.T
-        inner = norm(hidden, layer.post_attention_layernorm)
-        gate = torch.nn.functional.silu(inner @ layer.mlp.gate_proj.weight.T)
-        hidden = hidden + (gate * (inner @ layer.mlp.up_proj.weight.T)) @ layer.mlp.down_proj.weight.T
-    return norm(hidden, draft.norm)
-
-
-@pytest.mark.parametrize("context_rows", [1, 3, 13])
-@pytest.mark.parametrize("sinks", [False, True], ids=["", "sinks"])
-@pytest.mark.parametrize("overrides", [{}, SLIDING], ids=["full", "sliding"])
-@torch.no_grad()
-def test_backbone_matches_a_naive_reference(make_draft, target, overrides, sinks, context_rows):
-    draft = make_draft(target, attention_sinks=sinks, **overrides)
-    features = torch.randn(context_rows, 64)
-    block_ids = torch.tensor([7, 47, 47, 47])
-    window = {0: 6, 1: 10**6} if overrides else {0: 10**6, 1: 10**6}
-    expected = naive_backbone(draft, block_ids, features, context_rows, window.get)
-    actual = cached_backbone(draft, draft.embed(block_ids[None]), features[None], SlotCache())
-    close(actual[0], expected)
 
 
 @pytest.mark.parametrize("overrides", [{}, SLIDING, {"qk_norm": False}], ids=["full", "sliding", "no norms"])
@@ -434,74 +339,11 @@ def test_rotary_embedding_matches_transformers(make_draft, target, rope):
 # ---- heads
 
 
-@pytest.fixture
-def hidden_and_base():
-    return torch.randn(1, 4, 32), torch.randn(1, 4, 48)
-
-
-@pytest.mark.parametrize("head", ["vanilla", "gated", "selector"])
 @torch.no_grad()
-def test_markov_heads_add_a_low_rank_bias_of_the_previous_token(make_draft, target, hidden_and_base, head):
-    draft, (hidden, base) = make_draft(target, markov_head_type=head), hidden_and_base
-    tokens, sampler = [3, 9, 1, 40], ForcedSampler(torch.tensor([[3, 9, 1, 40]]))
-    draft.sample_block(hidden, base, torch.tensor([21]), sampler)
-    w1, w2 = draft.markov_head.markov_w1.weight, draft.markov_head.markov_w2.weight
-    for slot, previous in enumerate([21, *tokens[:3]]):
-        embedding = w1[previous]
-        if head == "gated":
-            gate = draft.markov_head.gate_proj
-            embedding = embedding * torch.sigmoid(gate.weight @ torch.cat([hidden[0, slot], embedding]) + gate.bias)
-        if head == "selector":
-            embedding = embedding * (draft.markov_head.hidden_proj.weight @ hidden[0, slot])
-        close(sampler.scores[slot][0], base[0, slot] + w2 @ embedding)
-
-
-@torch.no_grad()
-def test_domino_head_is_a_gru_over_the_targets_embedding_rows(make_draft, target, hidden_and_base):
-    draft, (hidden, base) = make_draft(target, markov_start=1, **HEADS["domino"]), hidden_and_base
-    tokens, sampler, head = [3, 9, 1, 40], ForcedSampler(torch.tensor([[3, 9, 1, 40]])), draft.markov_head
-    draft.sample_block(hidden, base, torch.tensor([21]), sampler)
-    gru = torch.nn.GRU(32, 6, bias=False, batch_first=True)
-    gru.weight_ih_l0.copy_(head.input_proj.weight)
-    gru.weight_hh_l0.copy_(head.state_proj.weight)
-    states, _ = gru(target.get_input_embeddings().weight[None, [21, *tokens[:3]]])
-    reads = torch.nn.functional.silu(torch.cat([hidden, states], dim=-1) @ head.joint_proj.weight.T)
-    expected = base + reads @ head.markov_w2.weight.T
-    close(torch.stack(sampler.scores, dim=1), torch.cat([base[:, :1], expected[:, 1:]], dim=1))
-
-
-@torch.no_grad()
-def test_convolution_of_a_block_reads_its_earlier_slots_alone(make_draft, target):
-    draft = make_draft(target, block_size=4, conv_kernel_size=3, conv_group_size=8)
-    convolution, hidden = draft.layers[0].attention_conv, torch.randn(2, 8, 32)  # two blocks a row
-    deltas = (hidden @ convolution.kernel_projection.weight.T).view(2, 8, 2, 3, 4).repeat_interleave(8, dim=-1)
-
-    def convolve(rows, side):
-        out = torch.zeros_like(rows)
-        for slot in range(8):
-            for tap in range(min(3, slot % 4 + 1)):
-                kernel = convolution.base_kernel[side, tap] + deltas[:, slot, side, tap]
-                out[:, slot] += kernel * rows[:, slot - tap]
-        return out
-
-    expected = convolve(convolve(hidden, 0).square(), 1)
-    close(convolution.around(hidden, torch.square), expected)
-
-
-@pytest.mark.parametrize("head", ["rnn", "domino"])
-@torch.no_grad()
-def test_recurrent_heads_carry_their_state_over_the_whole_prefix(make_draft, target, hidden_and_base, head):
-    draft, samplers = make_draft(target, **HEADS[head]), []
-    for first in (3, 4):
-        samplers.append(ForcedSampler(torch.tensor([[first, 9, 1, 40]])))
-        draft.sample_block(*hidden_and_base, torch.tensor([21]), samplers[-1])
-    assert (samplers[0].scores[3] - samplers[1].scores[3]).abs().max() > 1e-4
-
-
-@torch.no_grad()
-def test_confidence_is_known_before_its_token_is_drawn(draft, hidden_and_base):
+def test_confidence_is_known_before_its_token_is_drawn(draft):
+    hidden, base = torch.randn(1, 4, 32), torch.randn(1, 4, 48)
     confidence = [
-        draft.sample_block(*hidden_and_base, torch.tensor([21]), ForcedSampler(tokens)).confidence_logits[0]
+        draft.sample_block(hidden, base, torch.tensor([21]), ForcedSampler(tokens)).confidence_logits[0]
         for tokens in (torch.tensor([[3, 9, 1, 40]]), torch.tensor([[3, 8, 2, 41]]))
     ]
     assert torch.equal(confidence[0][:2], confidence[1][:2])
@@ -561,22 +403,6 @@ def test_drafts_that_were_made_in_inference_mode_draft(make_draft, target):
     assert torch.equal(target.generate(ids, assistant_model=draft, **options), target.generate(ids, **options))
 
 
-@torch.no_grad()
-def test_pruned_drafts_propose_what_an_unpruned_one_restricted_to_their_tokens_would(make_draft, target):
-    whole, pruned = make_draft(target), make_draft(target, draft_vocab_size=20)
-    kept = pruned.draft_token_ids()
-    state = whole.state_dict()
-    state |= {"d2t": pruned.d2t, "lm_head.weight": target.lm_head.weight[kept]}
-    state["markov_head.markov_w2.weight"] = state["markov_head.markov_w2.weight"][kept]
-    pruned.load_state_dict(state)
-    anchors, features, forced = torch.tensor([5, 6]), torch.randn(2, 9, 64), kept[torch.tensor([[1, 2, 3, 4]] * 2)]
-    distributions = [
-        m.draft_block(anchors, features, SlotCache(2), ForcedSampler(forced)).distribution for m in (whole, pruned)
-    ]
-    restricted = distributions[0].probs[..., kept] / distributions[0].probs[..., kept].sum(-1, keepdim=True)
-    close(distributions[1].dense(VOCAB).probs[..., kept], restricted)
-
-
 # ---- checkpoints
 
 
@@ -597,26 +423,3 @@ def test_saved_draft_loads_back_identical(make_draft, target, tmp_path, head):
     )
     # some processors' products depend on the address
     close(block.distribution.probs, again.distribution.probs, atol=1e-6)
-
-
-def test_auto_classes_load_a_saved_draft_in_the_dtype_asked_for(draft, tmp_path):
-    draft.save_pretrained(tmp_path)
-    assert isinstance(AutoConfig.from_pretrained(tmp_path), DSparkConfig)
-    loaded = AutoModel.from_pretrained(tmp_path)
-    assert isinstance(loaded, DSparkDraftModel) and torch.equal(loaded.fc.weight, draft.fc.weight)
-    assert DSparkDraftModel.from_pretrained(tmp_path, dtype=torch.bfloat16).fc.weight.dtype == torch.bfloat16
-
-
-def test_from_pretrained_refuses_a_head_that_the_config_denies(make_draft, target, tmp_path):
-    make_draft(target, markov_head_type="gated").save_pretrained(tmp_path)
-    config = DSparkConfig.from_pretrained(tmp_path)
-    config.markov_head_type = "rnn"
-    config.save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match=r"missing: markov_head.joint_proj.*unexpected: markov_head.gate_proj"):
-        DSparkDraftModel.from_pretrained(tmp_path)
-
-
-def test_from_pretrained_ignores_the_targets_tensors_in_a_deepspec_checkpoint(fixtures):
-    folder = fixtures / "deepspec" / "draft_vanilla"
-    assert {"embed_tokens.weight", "lm_head.weight"} <= load_file(folder / "model.safetensors").keys()
-    assert not {"embed_tokens.weight", "lm_head.weight"} & DSparkDraftModel.from_pretrained(folder).state_dict().keys()

@@ -10,16 +10,10 @@ from hf_dspark import (
     Scheduler,
     ThroughputTable,
     attach,
-    generate_many,
 )
+from tests.rows import padded
 
 GREEDY = {"do_sample": False, "max_new_tokens": 24, "pad_token_id": 0, "eos_token_id": 7}
-
-
-def batch_of(rows):
-    longest = max(map(len, rows))
-    ids = torch.tensor([[0] * (longest - len(row)) + row for row in rows])
-    return {"input_ids": ids, "attention_mask": torch.tensor([[0] * (longest - len(r)) + [1] * len(r) for r in rows])}
 
 
 ROWS = [[5, 9, 30, 12, 5, 9], [8, 8, 8, 8], [11, 3, 40, 22, 17, 9, 5, 11, 3]]
@@ -48,7 +42,7 @@ def loop_target(make_target):
 )
 @pytest.mark.parametrize("attached", [False, True])
 def test_batches_are_those_of_plain_decoding_in_fewer_rounds(loop_target, policy, attached):
-    plain, batch = loop_target.generate(**batch_of(ROWS), **GREEDY), batch_of(ROWS)
+    plain, batch = loop_target.generate(**padded(ROWS), **GREEDY), padded(ROWS)
     lookup = attach(loop_target, "ngram").draft if attached else PromptLookup(loop_target)
     lookup.decoding = DecodingOptions(policy=policy)
     given = {} if attached else {"assistant_model": lookup}
@@ -59,7 +53,7 @@ def test_batches_are_those_of_plain_decoding_in_fewer_rounds(loop_target, policy
 
 def test_texts_that_repeat_nothing_are_decoded_as_without_it(make_target):
     target = make_target()
-    lookup, batch = PromptLookup(target), batch_of(ROWS)
+    lookup, batch = PromptLookup(target), padded(ROWS)
     output = target.generate(**batch, assistant_model=lookup, **GREEDY)
     assert torch.equal(output, target.generate(**batch, **GREEDY))
 
@@ -72,14 +66,6 @@ def test_a_scheduler_that_sees_no_gain_copies_nothing(loop_target):
     options = GREEDY | {"max_new_tokens": 200}
     output = loop_target.generate(torch.tensor([ROWS[0]]), assistant_model=lookup, **options)
     assert output.shape[1] == 206 and sum(lookup.last_stats.proposed) == 0
-
-
-def test_queues_are_decoded_too(loop_target):
-    lookup = PromptLookup(loop_target)
-    for completion in generate_many(loop_target, lookup, ROWS, batch_size=2, **GREEDY):
-        row = ROWS[completion.index]
-        plain = loop_target.generate(torch.tensor([row]), **GREEDY)[0]
-        assert completion.token_ids.tolist() == plain[len(row) :].tolist()
 
 
 @pytest.mark.parametrize(

@@ -8,22 +8,13 @@ from hf_dspark import DecodingOptions, Eagle3DraftModel, FullBlock
 from hf_dspark.models.slot_cache import SlotCache
 from hf_dspark.sampling.drafts import ChainSampler
 from tests.eagle3_target import DEFAULT_TAPS, GAMMA, NUM_TOKENS, PROMPT, make_target, target_features
+from tests.models.test_modeling_dspark import ForcedSampler
 
 PROJECTS = {
     "safeailab": DEFAULT_TAPS, "specforge": [0, 2, 6], "specforge_narrow": DEFAULT_TAPS,
     "speculators_qwen3": DEFAULT_TAPS, "speculators_llama": [0, 2, 6], "modelopt": [1, 3, 5],
     "angelslim": DEFAULT_TAPS, "speculators_peagle": DEFAULT_TAPS,
 }  # fmt: skip
-
-
-class Forced(ChainSampler):
-    def __init__(self, tokens):
-        super().__init__()
-        self.tokens, self.logits = tokens, []
-
-    def draw(self, logits, candidate_ids):
-        self.logits.append(logits)
-        return torch.tensor([[*self.tokens, 0][len(self.token_ids)]]), None
 
 
 @pytest.fixture(scope="module")
@@ -58,9 +49,9 @@ def test_taps_are_those_of_the_projects_code(pair, project):
 def test_chains_match_the_projects_code(pair):
     target, draft, io = pair
     features = target_features(target, io["answer"].tolist(), draft.config.target_layer_ids)
-    forced = Forced(io["forced"].tolist())
+    forced = ForcedSampler(torch.tensor([[*io["forced"].tolist(), 0]]))
     propose(draft, features[:-1], io["answer"], forced)
-    torch.testing.assert_close(torch.cat(forced.logits), io["logits"], atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(torch.cat(forced.scores), io["logits"], atol=1e-5, rtol=1e-5)
     for row, expected in enumerate(io["drafts"]):
         proposed = propose(draft, features[: row + 1], io["answer"][: row + 2], ChainSampler())
         assert torch.equal(proposed.token_ids[0], expected)

@@ -12,7 +12,7 @@ from hf_dspark.sampling.distributions import Scores, TokenDistribution
 from hf_dspark.sampling.drafts import DraftBlock
 from hf_dspark.sampling.noise import BlockNoise
 from hf_dspark.sampling.verification import prefix_weights, verify, verify_chains
-from tests.distributions import outcomes
+from tests.distributions import outcomes, total_variation
 from tests.sampling.test_trees import World, completed
 
 EXACT = 1e-9
@@ -45,7 +45,7 @@ def enumerate_round(world, gamma, length_of):
             accepted += probability * chance * count
     found, truth = completed(world, distribution, gamma + 1), completed(world, {(): 1.0}, gamma + 1)
     assert sum(found.values()) == pytest.approx(1.0, abs=1e-9)
-    return 0.5 * sum(abs(found.get(key, 0.0) - truth.get(key, 0.0)) for key in found.keys() | truth.keys()), accepted
+    return total_variation(found, truth), accepted
 
 
 def by_prefix(path):

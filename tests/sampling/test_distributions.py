@@ -72,34 +72,6 @@ def test_verify_chains_matches_deepspec_for_greedy_decoding(golden, name):
 # ---- verification of ragged, cut and arg-max blocks
 
 
-def test_verify_chains_does_not_read_rows_after_the_length():
-    target_probs = distributions_of(1, 4, 5)
-    block = DraftBlock(torch.ones(1, 3, dtype=torch.long), TokenDistribution(distributions_of(1, 3, 5)), None)
-    accept_uniforms = torch.tensor([[0.0, 0.9999, 0.0]])
-    changed = target_probs.clone()
-    changed[:, 3] = torch.nan
-    first, second = (
-        verify(block, torch.tensor([2]), distribution, accept_uniforms, torch.tensor([0.3]))
-        for distribution in (target_probs, changed)
-    )
-    assert first.num_accepted == second.num_accepted and first.next_token_ids == second.next_token_ids
-
-
-def test_verify_chains_treats_rows_independently_and_is_decided_by_its_noise():
-    target_probs, draft_probs = distributions_of(64, 4, 9), distributions_of(64, 3, 9)
-    token_ids, accept_uniforms, noise = torch.randint(0, 9, (64, 3)), torch.rand(64, 3), torch.rand(2, 64)
-    lengths = torch.tensor([0, 1, 2, 3] * 16)
-
-    def verified(rows, uniform):
-        block = DraftBlock(token_ids[rows], TokenDistribution(draft_probs[rows]), None)
-        found = verify(block, lengths[rows], target_probs[rows], accept_uniforms[rows], uniform[rows])
-        return torch.stack([found.num_accepted, found.next_token_ids], dim=1)
-
-    together = verified(slice(None), noise[0])
-    assert torch.equal(together, torch.cat([verified(slice(row, row + 1), noise[0]) for row in range(64)]))
-    assert not torch.equal(together, verified(slice(None), noise[1]))
-
-
 # ---- distributions that are none
 
 

@@ -17,7 +17,7 @@ from hf_dspark.sampling import verification
 from hf_dspark.sampling.distributions import TokenDistribution
 from hf_dspark.sampling.drafts import DraftTree, SiblingDistribution, invert_without
 from hf_dspark.sampling.verification import verify_tree, walk_tree
-from tests.distributions import Paths, decide_trees
+from tests.distributions import Paths, decide_trees, extend, joint_distribution, total_variation
 
 EXACT = 1e-9
 
@@ -90,15 +90,7 @@ def target_distribution(world, tree):
 
 
 def completed(world, distribution, length):
-    """Continue sequences with the target's own distribution."""
-    vocab = len(world.target[()])
-    whole = {}
-    for sequence, mass in distribution.items():
-        for tail in itertools.product(range(vocab), repeat=length - len(sequence)):
-            masses = (world.target[sequence + tail[:k]][token] for k, token in enumerate(tail))
-            key = sequence + tail
-            whole[key] = whole.get(key, 0.0) + mass * math.prod(masses)
-    return whole
+    return extend(world.target.__getitem__, distribution, length, len(world.target[()]))
 
 
 def bias(paths, worlds, grow_all, depth, verify=verify_tree):
@@ -113,14 +105,10 @@ def bias(paths, worlds, grow_all, depth, verify=verify_tree):
             sequence = tuple(tree.tokens(accepted))
             probs = following.probs.tolist()
             rows.append(completed(world, {(*sequence, t): p for t, p in enumerate(probs) if p > 0}, depth + 1))
-        for pairs in itertools.product(*(row.items() for row in rows)):
-            key = tuple(sequence for sequence, _ in pairs)
-            joint[key] = joint.get(key, 0.0) + path.probability * math.prod(mass for _, mass in pairs)
-    truth = {}
-    for pairs in itertools.product(*(completed(world, {(): 1.0}, depth + 1).items() for world in worlds)):
-        truth[tuple(sequence for sequence, _ in pairs)] = math.prod(mass for _, mass in pairs)
+        for key, mass in joint_distribution(rows).items():
+            joint[key] = joint.get(key, 0.0) + path.probability * mass
     assert sum(joint.values()) == pytest.approx(1.0, abs=1e-9)
-    return 0.5 * sum(abs(joint.get(key, 0.0) - truth.get(key, 0.0)) for key in joint.keys() | truth.keys())
+    return total_variation(joint, joint_distribution([completed(world, {(): 1.0}, depth + 1) for world in worlds]))
 
 
 def ragged(tree, place, prefix):

@@ -23,6 +23,8 @@ from hf_dspark.scheduling.policies import ConfidenceThreshold, FullBlock, Policy
 from hf_dspark.scheduling.ranking import Ranking, survival
 from hf_dspark.scheduling.rounds import RoundOutcome
 from hf_dspark.scheduling.scheduler import Scheduler
+from tests.distributions import joint_distribution, total_variation
+from tests.scheduling.test_policies import chains
 
 EXACT = 1e-9
 
@@ -98,17 +100,6 @@ def completed(world, sequences, length):
     return complete
 
 
-def jointly(distributions):
-    """Yield the outcomes of independent distributions together, with their probabilities."""
-    for outcomes in itertools.product(*(distribution_of_row.items() for distribution_of_row in distributions)):
-        keys, masses = zip(*outcomes, strict=True)
-        yield keys, math.prod(masses)
-
-
-def total_variation(first, second):
-    return 0.5 * sum(abs(first.get(key, 0.0) - second.get(key, 0.0)) for key in first.keys() | second.keys())
-
-
 def bias_of_one_round(policy, worlds, gamma, max_lengths=None, draws=None, other_tokens=0):
     """Return the total variation of the joint distribution of all requests' first γ+1 tokens."""
     limits = torch.tensor(max_lengths or [gamma] * len(worlds))
@@ -124,14 +115,15 @@ def bias_of_one_round(policy, worlds, gamma, max_lengths=None, draws=None, other
             for sequence, _, mass in verified(world, (), path, length):
                 distribution_of_row[sequence] += mass
             outputs.append(completed(world, distribution_of_row, gamma + 1))
-        for keys, mass in jointly(outputs):
+        for keys, mass in joint_distribution(outputs).items():
             joint[keys] += probability * mass
-    return total_variation(joint, dict(jointly(completed(world, {(): 1.0}, gamma + 1) for world in worlds)))
+    return total_variation(joint, joint_distribution([completed(world, {(): 1.0}, gamma + 1) for world in worlds]))
 
 
 def independent_draws(worlds, gamma):
     paths = list(itertools.product((0, 1), repeat=gamma))
-    yield from jointly([{path: path_probability(world, (), path) for path in paths} for world in worlds])
+    rows = [{path: path_probability(world, (), path) for path in paths} for world in worlds]
+    yield from joint_distribution(rows).items()
 
 
 def shared_noise_draws(worlds, gamma):
@@ -187,11 +179,6 @@ def bias_of_two_rounds(policy, world, gamma, earlier=(), peeks=False):
     return total_variation(
         *(completed(world, distribution_of, 2 * gamma + 2) for distribution_of in (output, {(): 1.0}))
     )
-
-
-def chains(cost, **how):
-    """Hull and fill in every round, whatever earlier ones brought."""
-    return Scheduler(cost, trees=False, skip=False, **how)
 
 
 def limited(cost, seconds, **how):

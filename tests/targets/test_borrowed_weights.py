@@ -1,4 +1,4 @@
-"""Embedding and LM head on their own: the same answers as the target's, whatever its weights look like."""
+"""Embedding and LM head, borrowed and on their own: the target's own answers, whatever its weights look like."""
 
 import pytest
 import torch
@@ -14,6 +14,7 @@ FAMILIES = {
     "gemma2": ({"head_dim": 8}, {"embedding"}),  # scales its rows, and caps its logits
     "gemma3_text": ({"head_dim": 8}, {"embedding"}),
     "granite": ({"embedding_multiplier": 3.0, "logits_scaling": 2.0}, {"embedding", "lm_head"}),
+    "cohere": ({"logit_scale": 0.25}, {"embedding"}),
     "phi": ({}, {"embedding", "lm_head", "lm_head_bias"}),
 }
 
@@ -33,9 +34,12 @@ def test_draft_embeds_and_scores_as_with_its_target(name, dtype, tmp_path):
     bias = target.get_output_embeddings().bias
     if bias is not None:
         bias.normal_()
-    ids, hidden = torch.arange(40)[None], torch.randn(1, 5, 32).to(dtype)
+    ids = torch.arange(40)[None]
+    output, hidden = target(ids, output_hidden_states=True), target.get_decoder()(ids).last_hidden_state
     draft.bind(target)
     rows, logits = draft.embed(ids), draft.base_logits(hidden)
+    torch.testing.assert_close(rows, output.hidden_states[0])
+    torch.testing.assert_close(logits, output.logits)
     borrowed, names = stored(target, tmp_path)
     assert names == tensors
     draft._borrowed = borrowed

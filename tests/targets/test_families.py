@@ -3,13 +3,14 @@
 import pytest
 import torch
 
-from hf_dspark import DSparkConfig, DSparkDraftModel, check_target, decode_with, generate_many
+from hf_dspark import check_target, decode_with, generate_many
 from hf_dspark.targets.support import TargetSupport
 from hf_dspark.targets.transformers_api import cache_argument
 
-from ..hybrids import AROUND, HAVE_PROTOCOL, REFUSED, TEXT, build, known, stateful_families
+from ..hybrids import AROUND, HAVE_PROTOCOL, REFUSED, TEXT, build, known, make_own_draft, stateful_families
 from ..rigged import rig
-from .test_recurrent import assisted, padded, pair_of, plain, prompts_of
+from ..rows import padded
+from .test_recurrent import assisted, pair_of, plain, prompts_of
 
 FAMILIES = sorted({*TEXT, *AROUND} - {"glm5_next_text"})
 # One of each kind of layer, and one with a rule of its own for prompts.
@@ -101,7 +102,7 @@ def test_packed_rows_have_the_logits_of_single_ones(family):
 def test_families_whose_state_cannot_be_kept_are_refused_with_the_reason(family):
     needs(family)
     target = build(family)
-    draft = DSparkDraftModel(DSparkConfig.from_target(target, num_hidden_layers=1, block_size=4, markov_rank=8))
+    draft = make_own_draft(target)
     prompt = torch.tensor([[5, 6, 7]])
     for refused in (
         lambda: target.generate(prompt, assistant_model=draft),
@@ -116,6 +117,6 @@ def test_families_whose_state_cannot_be_kept_are_refused_with_the_reason(family)
 @pytest.mark.skipif(HAVE_PROTOCOL, reason="of older versions of transformers")
 def test_older_versions_are_told_which_one_is_needed():
     target = build("mamba")
-    draft = DSparkDraftModel(DSparkConfig.from_target(target, num_hidden_layers=1, block_size=4, markov_rank=8))
+    draft = make_own_draft(target)
     with pytest.raises(ValueError, match="takes transformers 5.23 or later"):
         target.generate(torch.tensor([[5, 6, 7]]), assistant_model=draft)

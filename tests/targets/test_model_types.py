@@ -12,11 +12,12 @@ from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, GPTJFor
 from transformers.models.kosmos2 import Kosmos2TextConfig
 from transformers.models.kosmos2.modeling_kosmos2 import Kosmos2TextForCausalLM
 
-from hf_dspark import DecodingOptions, DSparkConfig, DSparkDraftModel, Scheduler, check_target, decode_with
+from hf_dspark import DecodingOptions, Scheduler, check_target, decode_with
 from hf_dspark.decoding.tree_drafting import BestTrees, Chains
 from hf_dspark.models.slot_cache import SlotLayout
 from hf_dspark.sampling.drafts import DraftTree, DraftTrees
 from hf_dspark.targets.support import TargetSupport
+from tests.hybrids import make_own_draft
 from tests.rows import assert_same_tokens, padded
 
 COMMON = {
@@ -90,11 +91,6 @@ def make_pair(model_type, facts):
     torch.manual_seed(0)
     target = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **(COMMON | facts))).eval()
     return target, make_own_draft(target)
-
-
-def make_own_draft(target):
-    torch.manual_seed(1)
-    return DSparkDraftModel(DSparkConfig.from_target(target.config, markov_rank=8, block_size=4)).eval()
 
 
 def know_the_answers(monkeypatch, answers):

@@ -6,37 +6,27 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-from hf_dspark import DecodingOptions, DSparkConfig, DSparkDraftModel, generate_many
+from hf_dspark import DecodingOptions, generate_many
 from hf_dspark.targets.recurrent import Mixer
 from hf_dspark.targets.slot_attention import PackedTarget
 from hf_dspark.targets.support import TargetSupport
 from hf_dspark.targets.transformers_api import cache_argument
 
-from ..hybrids import HAVE_PROTOCOL, build
+from ..hybrids import HAVE_PROTOCOL, build, make_own_draft
 from ..rigged import rig
+from ..rows import padded
 
 pytestmark = pytest.mark.skipif(not HAVE_PROTOCOL, reason="needs a later transformers")
 KINDS = ["qwen3_5_text", "mamba", "lfm2", "falcon_h1", "jamba"]
 
 
-def pair_of(name, block_size=4):
-    target = build(name)
-    target.generation_config.pad_token_id, target.generation_config.eos_token_id = 0, None
-    torch.manual_seed(1)
-    config = DSparkConfig.from_target(target, block_size=block_size, num_hidden_layers=1, markov_rank=8)
-    return target, DSparkDraftModel(config).eval()
+def pair_of(name):
+    return (target := build(name)), make_own_draft(target)
 
 
 @pytest.fixture(params=[*KINDS[:3], *(pytest.param(each, marks=pytest.mark.slow) for each in KINDS[3:])])
 def pair(request):
     return pair_of(request.param)
-
-
-def padded(prompts):
-    width = max(map(len, prompts))
-    ids = torch.stack([torch.nn.functional.pad(prompt, (width - len(prompt), 0)) for prompt in prompts])
-    mask = torch.stack([torch.arange(width) >= width - len(prompt) for prompt in prompts]).long()
-    return {"input_ids": ids, "attention_mask": mask}
 
 
 def prompts_of(target, lengths, seed=0):

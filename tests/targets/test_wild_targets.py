@@ -5,19 +5,16 @@ as in `test_model_types`, so that drafts are accepted and rejected at different 
 """
 
 import copy
-from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
-from transformers import AutoConfig, AutoModelForImageTextToText, LogitsProcessorList
+from transformers import AutoConfig, AutoModelForImageTextToText
 from transformers.integrations import peft as peft_integration
 
 from hf_dspark import (
     DecodingOptions,
     DSparkConfig,
-    DSparkDraftModel,
     DSparkTrainer,
     DSparkTrainingArguments,
     attach,
@@ -25,14 +22,13 @@ from hf_dspark import (
     check_target,
     generate_many,
 )
-from hf_dspark.decoding.loop import DecodingLoop
 from hf_dspark.models.borrowing import input_device
-from hf_dspark.models.slot_cache import SlotCache, SlotLayout
 from hf_dspark.targets.borrowed_weights import BorrowedModules
 from hf_dspark.targets.feature_capture import FeatureCapture
 from hf_dspark.targets.fingerprint import fingerprint
 from hf_dspark.targets.int8_outliers import mixes_tokens, outliers_of_each
 from hf_dspark.targets.support import TargetSupport
+from tests.hybrids import make_own_draft
 from tests.rows import assert_same_tokens, padded
 from tests.targets.test_model_types import (
     MIXED_LAYERS,
@@ -40,7 +36,6 @@ from tests.targets.test_model_types import (
     PROMPTS,
     assert_decoded_as_if_alone,
     know_the_answers,
-    make_own_draft,
 )
 
 TWO_OF_THEM = {"input_ids": torch.tensor([[3, 9, 12, 30], [5, 4, 8, 8]])}
@@ -198,70 +193,6 @@ def test_fully_offloaded_target_is_checked_and_calibrated(make_target):
     assert check_target(target) < 1e-3
     calibrate(target, draft, PROMPTS[:2], max_new_tokens=8)
     assert len(draft.config.sts_temperatures["default"]) == 4
-
-
-FIRST, SECOND, THIRD = (torch.device("lazy", index) for index in range(3))
-
-
-def moved(module, device):
-    """Put empty weights on a device that exists by its name only."""
-    for part in module.modules():
-        for kept in (part._parameters, part._buffers):
-            for name, value in kept.items():
-                if value is not None:
-                    value = torch.empty(value.shape, dtype=value.dtype, device=device)
-                    kept[name] = nn.Parameter(value, False) if kept is part._parameters else value
-    return module
-
-
-def spread_pair(target):
-    """The target on two devices as `device_map="auto"` leaves it, and its draft on a third."""
-    from accelerate.hooks import AlignDevicesHook, add_hook_to_module
-
-    layers = target.model.layers
-    places = {FIRST: [target.model.embed_tokens, target.model.rotary_emb, *layers[:2]]}
-    places[SECOND] = [*layers[2:], target.model.norm, target.lm_head]
-    for device, modules in places.items():
-        for module in modules:
-            add_hook_to_module(moved(module, device), AlignDevicesHook(device))
-    add_hook_to_module(target, AlignDevicesHook(FIRST, io_same_device=True, skip_keys="past_key_values"))
-    target.hf_device_map = {"model.layers.0": 0, "model.layers.2": 1}
-    config = DSparkConfig.from_target(target.config, markov_rank=8, block_size=4, target_layer_ids=[-1, 2])
-    return target, moved(DSparkDraftModel(config).eval(), THIRD).bind(target)
-
-
-def test_packed_passes_bring_everything_to_the_device_where_it_is_used(monkeypatch, make_target):
-    """On devices without memory: torch refuses every operation on tensors of two of them."""
-    monkeypatch.setattr(torch, "is_autocast_enabled", lambda *device_type: False)  # it knows no such devices
-    devices, honest = [], FeatureCapture.take
-
-    def take(capture, *where):
-        devices.append({part.device for part in capture._captured.values()})
-        return honest(capture, *where)
-
-    monkeypatch.setattr(FeatureCapture, "take", take)
-    with FakeTensorMode(allow_non_fake_inputs=True):
-        target, draft = spread_pair(make_target())
-        cache = SlotCache(2)
-        context = SlotCache(2)
-        facts = {"logits_processor": LogitsProcessorList(), "options": DecodingOptions()}
-        call = SimpleNamespace(keeps_some_logits=True, streamer=None, **facts)
-        place = {"device": draft.device, "dtype": draft.dtype}
-        drafter = SimpleNamespace(draft=draft, support=TargetSupport.of(target), compiled_target=None, **place)
-        loop = DecodingLoop(drafter, call, cache)
-        tokens = torch.ones(8, dtype=torch.long, device=THIRD)
-        with torch.no_grad():
-            prompts = loop._forward(tokens, SlotLayout((0, 0), (5, 3)), None, logits_at=[4, 7], verifying=False)
-            cache.commit(0, 5), cache.commit(1, 3)
-            blocks = loop._forward(tokens[:6], SlotLayout((5, 3), (4, 2)), None, verifying=True)
-        assert devices == [{FIRST, SECOND}] * 2
-        for done, num_tokens, num_logits in ((prompts, 8, 2), (blocks, 6, 6)):
-            assert done.features.device == done.logits.device == THIRD
-            assert done.features.shape == (num_tokens, 64) and done.logits.shape == (num_logits, 48)
-        hidden = draft.read_block(tokens[:2], prompts.features, context, [5, 3])
-        assert hidden.device == draft.base_logits(hidden).device == draft.embed(tokens).device == THIRD
-        with pytest.raises(RuntimeError, match="same device"):  # so the emulation does notice
-            target.lm_head.weight @ draft.embed(tokens).T
 
 
 # --- adapters ------------------------------------------------------------------------------------------------------
@@ -605,12 +536,3 @@ def test_conversation_goes_on_over_a_cache_whose_thoughts_were_dropped(pair, kee
         history += (thoughts if keeps else []) + answer + [END]
     assert keeps or len(history) < cache.get_seq_length()
     assert draft.last_stats.tau > 1
-
-
-def test_only_what_is_new_is_not_taken_for_a_conversation_without_its_thoughts(pair):
-    target, draft = pair
-    prompt = torch.tensor([[USER, 7, 21, 33, 9, 14, END, ASSISTANT]])
-    first = target.generate(prompt, assistant_model=draft, return_dict_in_generate=True, **PLAIN)
-    new = torch.tensor([[USER, 11, 3, 8, 30, 31, END, ASSISTANT]])
-    with pytest.raises(ValueError, match="only the first 1 are the same"):
-        target.generate(new, assistant_model=draft, past_key_values=first.past_key_values, **PLAIN)
