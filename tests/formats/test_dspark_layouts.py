@@ -17,7 +17,7 @@ LAYOUTS = sorted(path.name for path in FOLDER.iterdir() if path.is_dir())
 
 
 def close(actual: torch.Tensor, expected: torch.Tensor) -> None:
-    torch.testing.assert_close(actual, expected, atol=1e-5, rtol=0)
+    torch.testing.assert_close(actual, expected, atol=2e-5, rtol=0)  # CPUs round unlike each other
 
 
 def bound(folder: Path, io: dict[str, torch.Tensor]) -> DSparkDraftModel:

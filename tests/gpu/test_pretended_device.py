@@ -385,7 +385,7 @@ def test_training_steps_have_the_same_losses(kind, cached, tmp_path, monkeypatch
 # Launches, copies to the device and waits of a round at most, for one row.
 QUICK = ("chain, greedy", "tree of 15, drawn")
 LIMITS = {
-    "chain, greedy": (FullBlock(), GREEDY, 253, 1, 1),
+    "chain, greedy": (FullBlock(), GREEDY, 254, 1, 1),
     "chain, drawn": (FullBlock(), DRAWN, 303, 4, 1),
     "chain, drawn by top-k and top-p": (FullBlock(), CUT, 361, 4, 1),
     "chain, cut by confidences": (ConfidenceThreshold(0.5), GREEDY, 257, 1, 2),
