@@ -86,8 +86,10 @@ class Drafter:
         # What follows a match is a branch of a tree: of another target, answers are not looked up.
         looks_up = call.options.prompt_lookup and support.tree_obstacle is None
         self._answers = call.options.answers if looks_up else None
-        for memory in (self.policy, self._answers) if self._do_sample else ():
-            self._seed ^= 0 if memory is None else memory.new_key()
+        if self._do_sample:
+            self._seed ^= self.policy.new_key()
+        if self._do_sample and self._answers is not None:
+            self._seed ^= self._answers.new_key()
         self._siblings = SiblingAcceptance(self._do_sample, ((1.0, 0.0),), ((0.0,),))  # of who proposes nothing
         if self._grows_trees and draft.drafts_blocks:
             self._siblings = draft.config.siblings_for(self._do_sample)

@@ -4,6 +4,7 @@ All of it is known before the round that it decides about, so that policies stay
 """
 
 import contextlib
+import itertools
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -70,11 +71,16 @@ class LearnedCurve:
         places, taken, contexts = np.array(self._rounds).T
         bases = np.exp(np.interp(places, self._sizes, self._logs)) + self._context_seconds * contexts
         errors = np.log(taken / bases)
-        scale, middle = np.median(errors), len(errors) // 2
+        scale = np.median(errors)
         self.scale = float(np.exp(scale))
-        if len(errors) < RECENT:
-            return float(np.exp(errors[-1]))
-        step = np.clip(errors[middle] - scale, -LARGEST_STEP, LARGEST_STEP)
+        if len(errors) == RECENT:
+            self._bend(places, contexts, bases, errors - scale)
+        return float(np.exp(errors[-1]))
+
+    def _bend(self, places: np.ndarray, contexts: np.ndarray, bases: np.ndarray, errors: np.ndarray) -> None:
+        """Bend the curve by the middle one of the latest rounds; errors are what each differs by from their median."""
+        middle = len(errors) // 2
+        step = np.clip(errors[middle], -LARGEST_STEP, LARGEST_STEP)
         near = 8.0 ** -np.abs(self._sizes - places[middle])
         self._weights += near
         self._logs += step * near * np.maximum(1 / (1 + self._weights), LEAST_WEIGHT)
@@ -83,7 +89,6 @@ class LearnedCurve:
         self._spread += LEAST_WEIGHT * (away**2 - self._spread)
         slope = LEAST_WEIGHT * step * bases[middle] * away / (self._spread + away**2 + 1.0)
         self._context_seconds = max(0.0, self._context_seconds + slope)
-        return float(np.exp(errors[-1]))
 
 
 @dataclass
@@ -130,7 +135,7 @@ class LearnedCosts:
         self.rounds, self.plain = 0, ReprobeCounter(FIRST_PLAIN, RARELY)
         self._chains_scale, self._trees_in_a_row = 1.0, 0  # when chains were drafted last, and rounds with trees since
         self._tables: dict[int, tuple[int, ThroughputTable]] = {}  # by the number of requests, and when it was made
-        self._sampled_calls = 0
+        self._sampled_calls = itertools.count()
 
     def at(self, load: Load) -> ThroughputTable:
         """Return the costs of rounds of so many requests, as known before the coming one."""
@@ -158,8 +163,7 @@ class LearnedCosts:
 
     def new_key(self) -> int:
         """Return the key of the next sampled call, see [`Policy.new_key`]: of any domain, as they share the costs."""
-        self._sampled_calls += 1
-        return (self._sampled_calls - 1) * ODD % 2**63
+        return next(self._sampled_calls) * ODD % 2**63
 
     def observe(self, load: Load, outcome: RoundOutcome) -> None:
         """Learn from a round whose requests had all been decoded before: new ones let the draft read their prompts."""
