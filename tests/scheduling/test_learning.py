@@ -15,6 +15,7 @@ from hf_dspark.scheduling.learning import Experience, LearnedAcceptance, Learned
 from hf_dspark.scheduling.rounds import RoundOutcome
 from hf_dspark.scheduling.scheduler import Scheduler
 from hf_dspark.scheduling.step_costs import ThroughputProfile, cache_folder, experience_of, known_profiles
+from hf_dspark.scheduling.tree_plans import usual_acceptance
 
 pytestmark = pytest.mark.learns
 SIZES = (1, 2, 4, 8, 16, 32)
@@ -98,6 +99,40 @@ def test_drafting_is_priced_by_the_speed_of_the_latest_rounds_whatever_these_dra
     assert later.drafting == pytest.approx(0.04, rel=0.02) and later.growth[False] == pytest.approx(1.5, rel=0.02)
     play(32, speed=0.5, drafting=0.02)  # a tree takes no less than these, however slow they were
     assert play(16, speed=2.0, drafting=0.03, drafts=trees).growth[False] == 1.0
+
+
+def test_trees_are_compared_with_chains_of_the_same_rounds():
+    learned, tree = LearnedAcceptance(), DraftTree()
+    first, second = tree.add(0, 5, 0.5, 0.5), tree.add(0, 6, 0.2, 0.5)
+    tree.add(first, 7, 0.3, 0.5)
+    for _ in range(16):
+        learned.expect([0.9, 0.8])  # of chains, in easier texts
+        learned.observe(tree_round(tree, [second]))
+    siblings = learned.siblings(usual_acceptance(False, 2))
+    assert siblings.of_chain().tolist() == [0.0, 0.0] and siblings.best_nodes(3).tolist() == [1.0, 0.0, 0.0]
+
+
+def test_the_first_trees_show_what_their_passes_take():
+    costs, load, tree = LearnedCosts(ThroughputTable((1, 8, 32), (50, 48, 47), 0.001), 7), Load(), DraftTree()
+    for place in range(31):
+        tree.add(place % 7, place, 0.5, 0.5)
+    scheduler, nothing = Scheduler(Experience(costs)), torch.tensor([0])
+    chain = RoundOutcome((0,), torch.full((1, 7), 0.8), nothing + 7, nothing + 4, 0.04, draft_seconds=0.01)
+    of_tree = replace(tree_round(tree, [1, 2]), seconds=0.09, draft_seconds=0.01)
+    for _ in range(100):
+        drafts = scheduler.plan_draft(load)
+        if scheduler.plan_tree(usual_acceptance(False, 7), load) is not None:
+            scheduler.observe(of_tree)
+        elif drafts:
+            scheduler.observe(chain)
+        else:
+            scheduler.observe(RoundOutcome((0,), None, nothing, nothing, 0.029, drafted=False))
+    assert costs.at(load).tree_seconds(load, 31, False)[[7, 31]].tolist() == pytest.approx([0.04, 0.09], rel=0.1)
+
+
+def tree_round(tree, path):
+    counts = torch.tensor([tree.num_nodes]), torch.tensor([len(path)])
+    return RoundOutcome((0,), None, *counts, seconds=1.0, drafts=DraftTrees([tree]), paths=[path])
 
 
 # ---- whether to draft

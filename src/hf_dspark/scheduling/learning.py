@@ -31,7 +31,8 @@ KEPT_AFTER = 64  # rounds; again when there are twice as many
 FORGETTING = 0.995  # of what confidences said, with each round
 PRIOR_PRECISION = (8.0, 0.5)  # of slope 1 and offset 0, in rounds that say as much
 TREES_AFTER, TREES_TRIED = 16, 16  # rounds with chains before trees are tried, and how many
-TESTS_KEPT = 4096  # of nodes, some hundred rounds
+CHAINS_BETWEEN = 2  # rounds: most of the latest ones, which say how fast the machine is
+TESTS_KEPT, CHAINS_KEPT = 4096, 128  # of nodes, and of the rounds that they come from
 ODD = 0xD1B54A32D192ED03  # another one than that of earlier answers, which change the same seeds
 
 
@@ -207,6 +208,7 @@ class LearnedAcceptance:
         self.survival: list[float] = []  # what a block of an unknown request is expected to bring, [γ]
         self.rounds = self.tree_rounds = self._idle = 0
         self._tests: deque[SiblingTest] = deque(maxlen=TESTS_KEPT)
+        self._chains: deque[int] = deque(maxlen=CHAINS_KEPT)  # first children accepted in a row
         self._siblings: SiblingAcceptance | None = None
 
     def corrected(self, confidence: torch.Tensor) -> torch.Tensor:
@@ -262,8 +264,8 @@ class LearnedAcceptance:
 
     @property
     def wants_trees(self) -> bool:
-        """Whether a few rounds with trees shall show what these bring."""
-        return self.rounds >= TREES_AFTER and self.tree_rounds < TREES_TRIED
+        """Whether a round with trees shall show what these bring: a few do, among chains of the same texts."""
+        return self.rounds >= TREES_AFTER + CHAINS_BETWEEN * self.tree_rounds and self.tree_rounds < TREES_TRIED
 
     def siblings(self, known: SiblingAcceptance) -> SiblingAcceptance:
         """Return what to expect of the nodes of trees: what calibration has measured, else what rounds have shown."""
@@ -272,14 +274,18 @@ class LearnedAcceptance:
     def _observe_trees(self, outcome: RoundOutcome) -> None:
         self.tree_rounds += 1
         trees, count = outcome.drafts.trees, self.tree_rounds
-        if count > TREES_TRIED and count % 8 and count & (count - 1):
+        if count > TREES_TRIED and count % 2 and count & (count - 1):
             return
         for tree, path in zip(trees, outcome.paths, strict=True):
             self._tests += recorded_tests(tree, path)
+            first = (node == tree.children(parent)[0] for parent, node in itertools.pairwise((0, *path)))
+            self._chains.append(sum(itertools.takewhile(bool, first)))
         if self._tests and count >= TREES_TRIED and count & (count - 1) == 0:
             is_drawn, size = any(tree.distributions for tree in trees), len(self.survival)
             if size and max(test.depth for test in self._tests) < size:
-                self._siblings = fit_siblings(self._tests, is_drawn, size, self.survival)
+                # Those of the same rounds: chains of other texts would bring more, or less.
+                chain = (np.arange(size) < np.array(self._chains)[:, None]).mean(axis=0)
+                self._siblings = fit_siblings(self._tests, is_drawn, size, chain.tolist())
 
 
 @dataclass(frozen=True)
