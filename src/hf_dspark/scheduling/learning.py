@@ -5,6 +5,8 @@ All of it is known before the round that it decides about, so that policies stay
 
 import contextlib
 import itertools
+import math
+import statistics
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -68,20 +70,20 @@ class LearnedCurve:
 
     def add(self, size: float, seconds: float, context: int = 0) -> float:
         """Learn from one round of a size, with so many cached tokens. Return what it took over what the shape says."""
-        self._rounds.append((np.log2(size), max(seconds, 1e-9), context))
+        self._rounds.append((math.log2(size), max(seconds, 1e-9), context))
         places, taken, contexts = np.array(self._rounds).T
         bases = np.exp(np.interp(places, self._sizes, self._logs)) + self._context_seconds * contexts
         errors = np.log(taken / bases)
-        scale = np.median(errors)
-        self.scale = float(np.exp(scale))
+        scale = statistics.median(errors.tolist())
+        self.scale = math.exp(scale)
         if len(errors) == RECENT:
             self._bend(places, contexts, bases, errors - scale)
-        return float(np.exp(errors[-1]))
+        return math.exp(errors[-1])
 
     def _bend(self, places: np.ndarray, contexts: np.ndarray, bases: np.ndarray, errors: np.ndarray) -> None:
         """Bend the curve by the middle one of the latest rounds; errors are what each differs by from their median."""
         middle = len(errors) // 2
-        step = np.clip(errors[middle], -LARGEST_STEP, LARGEST_STEP)
+        step = max(-LARGEST_STEP, min(float(errors[middle]), LARGEST_STEP))
         near = 8.0 ** -np.abs(self._sizes - places[middle])
         self._weights += near
         self._logs += step * near * np.maximum(1 / (1 + self._weights), LEAST_WEIGHT)
@@ -203,8 +205,8 @@ class LearnedAcceptance:
     """
 
     def __init__(self) -> None:
-        self._fits = np.empty((0, 2))
-        self._precision = np.empty((0, 2, 2))
+        self._fits = np.empty((2, 0))  # slopes and offsets, [2, γ]
+        self._precision = np.empty((3, 0))  # of slopes, of both, and of offsets, [3, γ]
         self.survival: list[float] = []  # what a block of an unknown request is expected to bring, [γ]
         self.rounds = self.tree_rounds = self._idle = 0
         self._tests: deque[SiblingTest] = deque(maxlen=TESTS_KEPT)
@@ -213,11 +215,13 @@ class LearnedAcceptance:
 
     def corrected(self, confidence: torch.Tensor) -> torch.Tensor:
         """Return c_k `[R, γ]` as earlier rounds correct them."""
+        if self.rounds == 0:
+            return confidence
         self._reserve(confidence.shape[1])
-        slopes, offsets = torch.from_numpy(self._fits[: confidence.shape[1]]).unbind(dim=-1)
-        logits = confidence.cpu().double().logit(LEAST_PROBABILITY)
-        corrected = (slopes.clamp_min(0.0) * logits + offsets).sigmoid().to(confidence)
-        return corrected.where((confidence > 0) & (confidence < 1) & (self.rounds > 0), confidence)
+        slopes, offsets = self._fits[:, : confidence.shape[1]]
+        known = confidence.cpu().double().numpy()
+        corrected = _sigmoid(np.maximum(slopes, 0.0) * _logits(known) + offsets)
+        return torch.from_numpy(np.where((known > 0) & (known < 1), corrected, known)).to(confidence)
 
     def observe(self, outcome: RoundOutcome) -> None:
         """Learn from a round."""
@@ -237,28 +241,34 @@ class LearnedAcceptance:
         self.survival = [*mixed, *known[len(mixed) :]]
 
     def _observe_chains(self, confidence: torch.Tensor, lengths: torch.Tensor, accepted: torch.Tensor) -> None:
+        """Take one Newton step towards the most likely fits, position by position."""
         size = confidence.shape[1]
         self._reserve(size)
-        places = torch.arange(size)
-        reached = ((places < lengths[:, None]) & (places <= accepted[:, None])).numpy()
-        logits = confidence.double().nan_to_num(0.0).logit(LEAST_PROBABILITY).numpy()
-        is_right = (places < accepted[:, None]).numpy()
-        known = np.stack([logits, np.ones_like(logits)], axis=-1)  # [R, γ, 2]
-        fits, precision, prior = self._fits[:size], self._precision[:size], np.diag(PRIOR_PRECISION)
-        predicted = 1 / (1 + np.exp(-(known * fits).sum(axis=-1)))
+        places, accepted = np.arange(size), accepted.numpy()[:, None]
+        reached, is_right = (places < lengths.numpy()[:, None]) & (places <= accepted), places < accepted
+        known = _logits(confidence.double().nan_to_num(0.0).numpy())  # [R, γ]
+        slopes, offsets = self._fits[:, :size]
+        predicted = _sigmoid(known * slopes + offsets)
         weights = np.where(reached, predicted * (1 - predicted), 0.0)
-        kept = FORGETTING**self._idle
-        precision *= kept
-        precision += (1 - kept) * prior + np.einsum("rk,rki,rkj->kij", weights, known, known)
         errors = np.where(reached, is_right - predicted, 0.0)
-        pull = np.einsum("rk,rki->ki", errors, known) + (1 - FORGETTING) * (RAW - fits) @ prior
-        fits += np.linalg.solve(precision, pull[..., None])[..., 0]
+        of_slopes, of_both, of_offsets = precision = self._precision[:, :size]
+        kept, weighted = FORGETTING**self._idle, weights * known
+        precision *= kept
+        of_slopes += (1 - kept) * PRIOR_PRECISION[0] + (weighted * known).sum(axis=0)
+        of_both += weighted.sum(axis=0)
+        of_offsets += (1 - kept) * PRIOR_PRECISION[1] + weights.sum(axis=0)
+        to_slopes = (errors * known).sum(axis=0) + (1 - FORGETTING) * PRIOR_PRECISION[0] * (RAW[0] - slopes)
+        to_offsets = errors.sum(axis=0) + (1 - FORGETTING) * PRIOR_PRECISION[1] * (RAW[1] - offsets)
+        determinants = of_slopes * of_offsets - of_both**2
+        slopes += (of_offsets * to_slopes - of_both * to_offsets) / determinants
+        offsets += (of_slopes * to_offsets - of_both * to_slopes) / determinants
 
     def _reserve(self, size: int) -> None:
         """Begin with the raw confidences."""
-        missing = max(0, size - len(self._fits))
-        self._fits = np.concatenate([self._fits, np.tile(RAW, (missing, 1))])
-        self._precision = np.concatenate([self._precision, np.tile(np.diag(PRIOR_PRECISION), (missing, 1, 1))])
+        if (missing := size - self._fits.shape[1]) > 0:
+            begun = np.repeat([*RAW, PRIOR_PRECISION[0], 0.0, PRIOR_PRECISION[1]], missing).reshape(5, missing)
+            self._fits = np.concatenate([self._fits, begun[:2]], axis=1)
+            self._precision = np.concatenate([self._precision, begun[2:]], axis=1)
 
     # ---- trees
 
@@ -301,3 +311,12 @@ class Experience:
     @property
     def name(self) -> str:
         return self.costs.name
+
+
+def _logits(probabilities: np.ndarray) -> np.ndarray:
+    inside = np.minimum(np.maximum(probabilities, LEAST_PROBABILITY), 1 - LEAST_PROBABILITY)
+    return np.log(inside / (1 - inside))
+
+
+def _sigmoid(logits: np.ndarray) -> np.ndarray:
+    return 1 / (1 + np.exp(-logits))

@@ -163,7 +163,7 @@ class Scheduler(Policy):
         if self._experience is not None and self._experience.costs.plain.look_again():
             return False
         expected, plain = self._expected(load), load.base_tokens / self._cost_of(load).plain_seconds(load)
-        if not expected or max(self._rate(load, expected), self._rate(load, self._latest)) > plain:
+        if not expected or any(self._rate(load, known) > plain for known in (expected, self._latest)):
             self._skipped.reset()
             return True
         return self._skipped.look_again()
@@ -247,7 +247,7 @@ class Scheduler(Policy):
             return max_lengths.clamp(max=self.num_nodes)
         known = self._tails if self._is_tail else self._acceptance
         ranking = Ranking.of(known.corrected(confidence), max_lengths)
-        all_tokens = int(max_lengths.sum())
+        all_tokens = sum(max_lengths.tolist())
         capacity = self._capacity(all_tokens, load)
         if capacity >= all_tokens:
             self._cut.reset()
@@ -348,14 +348,14 @@ class Scheduler(Policy):
     def observe(self, outcome: RoundOutcome) -> None:
         # A round cut short does not tell what a block brings.
         if outcome.drafted and not outcome.is_tail and self._cut.rounds == 0:
-            new, old = float((outcome.num_accepted + 1).double().mean()), self._block_tokens
+            new, old = 1 + _mean(outcome.num_accepted), self._block_tokens
             self._block_tokens = new if math.isinf(old) else 0.9 * old + 0.1 * new
         # In a first round, the draft also reads the prompt.
         is_usual = outcome.request_ids == self._load.request_ids and set(outcome.request_ids) <= set(self._served)
         if self._experience is not None and is_usual:
             self._experience.costs.observe(self._load, outcome)
         if not outcome.drafted and self.cost is not None:
-            cost, tokens = self._cost_of(self._load), 1 + float(outcome.num_accepted.double().mean())
+            cost, tokens = self._cost_of(self._load), 1 + _mean(outcome.num_accepted)
             taken = float(cost.round_seconds(self._load, int(outcome.lengths.sum()))[-1]) - cost.drafting
             gain = tokens * cost.plain_seconds(self._load) / taken
             self._skipped.gain += LOOKUP_WEIGHT * (gain - self._skipped.gain)
@@ -439,6 +439,10 @@ class RoundForecast:
         """The survival that pays for the last place of the best size."""
         size = int(self._rates.argmax())
         return (self.last + float([*self.survivals, 0.0][size])) / 2 if size else 1.0
+
+
+def _mean(counts: torch.Tensor) -> float:
+    return sum(counts.tolist()) / len(counts)
 
 
 def _extended(survivals: Sequence[float], block_size: int) -> Sequence[float]:
