@@ -192,7 +192,7 @@ def test_links_to_the_folder_and_within_it_are_followed(folder, tmp_path):
 def test_link_out_of_the_folder_is_refused(folder, tmp_path, file, absolute):
     (folder / file).rename(tmp_path / "outside")
     (folder / file).symlink_to(tmp_path / "outside" if absolute else "../outside")
-    with pytest.raises(ValueError, match=rf"{file} is a link that leads out of the checkpoint's folder: put the file"):
+    with pytest.raises(ValueError, match=rf"{file} is a link that leads out of the folder, to .*: put the file"):
         opened(folder)
 
 
@@ -200,7 +200,7 @@ def test_link_of_a_snapshot_to_anything_but_blobs_is_refused(folder, tmp_path):
     snapshot = hub_cache(tmp_path / "hub", folder)
     (snapshot / "model.safetensors").unlink()
     (snapshot / "model.safetensors").symlink_to(folder / "model.safetensors")
-    with pytest.raises(ValueError, match="leads out of the checkpoint's folder"):
+    with pytest.raises(ValueError, match="leads out of the folder"):
         opened(snapshot)
 
 

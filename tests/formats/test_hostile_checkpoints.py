@@ -228,7 +228,7 @@ def test_index_that_names_a_link_out_of_the_folder_is_refused(folder, tmp_path):
     write_index(folder, ["weights.safetensors"])
     (folder / "weights.safetensors").rename(tmp_path / "outside.safetensors")
     (folder / "weights.safetensors").symlink_to(tmp_path / "outside.safetensors")
-    refused(folder, "weights.safetensors is a link that leads out of the checkpoint's folder")
+    refused(folder, "weights.safetensors is a link that leads out of the folder")
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import pytest
 from transformers import PreTrainedConfig, Qwen3Config
 
 from hf_dspark import DSparkConfig, Eagle3Config
-from hf_dspark.formats.fields import HARMLESS, Format, TargetFacts, look_up
+from hf_dspark.formats.fields import HARMLESS, Format, look_up
 from hf_dspark.formats.keys import _COMPUTING
 from hf_dspark.formats.tables import FORMATS
 from hf_dspark.formats.translate import config_from_format, config_to_format, find_format, recognise
@@ -310,7 +310,7 @@ def test_every_format_has_a_base():
 # ---- and back
 
 
-FACTS = TargetFacts(Qwen3Config(vocab_size=48, hidden_size=32, num_hidden_layers=4), "tiny/target", 1.0)
+TARGET = Qwen3Config(vocab_size=48, hidden_size=32, num_hidden_layers=4, name_or_path="tiny/target")
 HELD = {
     "vocab_size": 48, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
     "head_dim": 12, "intermediate_size": 48, "num_target_layers": 4, "target_layer_ids": [0, 2], "block_size": 5,
@@ -364,9 +364,9 @@ ELSEWHERE = {
 
 def there_and_back(config: PreTrainedConfig, format: str) -> PreTrainedConfig:
     """Return a configuration as it is read from what is written of it; such a draft may be refused: ValueError."""
-    written = config_to_format(config, find_format(format, config), FACTS)
+    written = config_to_format(config, find_format(format, config), TARGET)
     entry = recognise(json.loads(json.dumps(written)))
-    return type(config).from_dict(config_from_format(written, entry, FACTS))
+    return type(config).from_dict(config_from_format(written, entry, TARGET))
 
 
 @pytest.mark.parametrize("format", ["deepspec", "speculators", "sglang", "transformers"])

@@ -134,7 +134,7 @@ def test_speculators_layout_is_told_by_the_number_of_tokens_it_proposes(fixtures
 def test_speculators_layout_must_be_said_where_the_file_does_not(fixtures, tmp_path, anchored, gamma, tokens):
     folder = Path(shutil.copytree(fixtures / "speculators" / "full_vocab_vanilla", tmp_path / "draft"))
     change_config(folder, sample_from_anchor=None, speculators_config=proposing(folder, tokens))
-    with pytest.raises(ValueError, match="lacks 'sample_from_anchor'.*true means.*false that the anchor's slot"):
+    with pytest.raises(ValueError, match="lacks 'sample_from_anchor'.*true means.*false that it predicts its own"):
         DSparkDraftModel.from_pretrained(folder)
     with pytest.raises(ValueError, match="asked for, but the speculators draft says otherwise"):
         read_checkpoint(fixtures / "speculators" / "full_vocab_vanilla", sample_from_anchor=False)

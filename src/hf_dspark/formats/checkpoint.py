@@ -156,10 +156,8 @@ class Checkpoint(os.PathLike):
 
     @cached_property
     def _stored(self) -> dict[str, TensorInfo]:
-        everything = self._all_stored()
-        if not is_bundled(self._config):
-            return everything
-        return {name: info for name, info in everything.items() if is_of_draft(name)}
+        infos, all_count = self._all_stored(), not is_bundled(self._config)
+        return {name: info for name, info in infos.items() if all_count or is_of_draft(name)}
 
     def _all_stored(self) -> dict[str, TensorInfo]:
         if (path := self._find(WEIGHTS_FILE)) is not None:
@@ -169,9 +167,8 @@ class Checkpoint(os.PathLike):
             cure = "Save or download it with its weights"
             if any(name.endswith(_PICKLED) for name in names):
                 cure = (
-                    "Pickled weights (.bin, .pt) can run any code when they are read, and are never loaded: convert "
-                    "them where that does no harm, "
-                    "safetensors.torch.save_file(torch.load(file, weights_only=True), 'model.safetensors')"
+                    "Pickled weights (.bin, .pt) can run any code, and are never loaded. Convert them where that does "
+                    "no harm: safetensors.torch.save_file(torch.load(file, weights_only=True), 'model.safetensors')"
                 )
             raise ValueError(f"{self.name} has no {WEIGHTS_FILE} and no {INDEX_FILE} {self._where}. {cure}")
         weight_map, infos = _read_index(index), {}
@@ -192,10 +189,8 @@ class Checkpoint(os.PathLike):
         loaded |= {name: self._read(self._packed[name], read) for name in names if name in self._packed}
         for name, tensor in loaded.items():
             if tensor.is_floating_point() and not all(map(torch.isfinite, tensor.aminmax())):
-                raise ValueError(
-                    f"the checkpoint {self.name} is damaged: {name} has values that are not finite. Download or train "
-                    "it again"
-                )
+                fault = f"{name} has values that are not finite"
+                raise ValueError(f"the checkpoint {self.name} is damaged: {fault}. Download or train it again")
         return loaded
 
     def _load(self, names: Collection[str]) -> dict[str, torch.Tensor]:
@@ -309,21 +304,15 @@ def read_json(path: Path, max_bytes: int = MAX_CONFIG_BYTES) -> dict[str, Any]:
     return parsed
 
 
-def kept_token_ids(d2t: torch.Tensor, vocab_size: int) -> torch.Tensor:
-    """Return the target's token of each draft logit, `[V_d]`: speculators' draft id i is the target's i + d2t[i]."""
+def kept_tokens_mask(d2t: torch.Tensor, vocab_size: int) -> torch.Tensor:
+    """Return which of the target's tokens a pruned vocabulary has, `[V]`: speculators' t2d. Draft id i is the target's
+    i + d2t[i]."""
     token_ids = torch.arange(len(d2t), device=d2t.device) + d2t
     known = (token_ids >= 0) & (token_ids < vocab_size)
     if not bool(known.all()) or len(token_ids.unique()) < len(token_ids):
-        raise ValueError(
-            f"d2t must name {len(d2t)} distinct tokens of the target's vocabulary of {vocab_size}; it does not: load "
-            "another checkpoint"
-        )
-    return token_ids
-
-
-def kept_tokens_mask(d2t: torch.Tensor, vocab_size: int) -> torch.Tensor:
-    """Return which of the target's tokens a pruned vocabulary has, `[V]`: speculators' t2d."""
-    return torch.zeros(vocab_size, dtype=torch.bool).index_fill(0, kept_token_ids(d2t, vocab_size), True)
+        needed = f"{len(d2t)} distinct tokens of the target's vocabulary of {vocab_size}"
+        raise ValueError(f"d2t must name {needed}; it does not: load another checkpoint")
+    return torch.zeros(vocab_size, dtype=torch.bool).index_fill(0, token_ids, True)
 
 
 @functools.cache  # of answers, not of errors
@@ -343,10 +332,7 @@ def _check_inside(path: Path, folder: Path) -> None:
         for parent in (snapshots.parent, snapshots.parent.parent)
     ]  # fmt: skip
     if not place.is_relative_to(home) and not any(where.is_relative_to(s) for s in stores for where in (place, named)):
-        raise ValueError(
-            f"{path} is a link that leads out of the checkpoint's folder: put the file itself there, or pass the "
-            f"folder that holds it. It leads to {place}"
-        )
+        raise ValueError(f"{path} is a link that leads out of the folder, to {place}: put the file itself there")
     if not place.exists():
         raise ValueError(f"{path} is a link to {place}, which is not there: mount its disk, or download it again")
 
@@ -356,10 +342,8 @@ def _read_index(path: Path) -> dict[str, str]:
     files = list(weight_map.values()) if isinstance(weight_map, dict) else []
     for file in files or [[weight_map]]:
         if not isinstance(file, str) or not _SHARD_NAME.fullmatch(file):
-            raise ValueError(
-                f"{path} cannot be used: weight_map must name a safetensors file in the same folder for each tensor, "
-                f"got {shortened(file)}"
-            )
+            needed = "weight_map must name a safetensors file in the same folder for each tensor"
+            raise ValueError(f"{path} cannot be used: {needed}, got {shortened(file)}")
     return weight_map
 
 

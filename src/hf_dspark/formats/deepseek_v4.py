@@ -137,7 +137,7 @@ BUNDLED = Format(
     | {"attention_k_eq_v": True, "attention_sinks": True, "rope_interleaved": True, "sliding_from_anchor": True}
     | {"markov_head_type": "vanilla", "v4_heads": True, "embedding_norm": True},
     engines=("vllm", "sglang"),
-    base=lambda facts: {},
+    base=lambda target: {},
     # Of these, nothing here computes other values than those of transformers' layers.
     accepts={
         "scoring_func": (None, "sqrtsoftplus"),

@@ -7,10 +7,10 @@ from dataclasses import replace
 from typing import Any
 
 from .fields import NO_FILL_IN, NO_SUCCESSORS, OMIT, Field, Format, Rules, Source, architectures, is_anchored, look_up
-from .fields import num_draft_tokens as num_tokens
-from .flat import LAYER_RULES, SGLANG, layout_rules
+from .fields import layout as block_layout
+from .fields import speculators_base as base_of
+from .flat import HEADS, LAYER_RULES, SGLANG, flat_section, layout_rules
 
-_HEADS = ("markov_rank", "markov_head_type", "enable_confidence_head", "confidence_head_with_markov")
 _PLAIN = {"enable_confidence_head": False, "confidence_head_with_markov": False}
 _NO_HEADS = _PLAIN | {"markov_rank": 0, "markov_head_type": "vanilla", "markov_start": 0, "conv_kernel_size": 0}
 _SELECTING = _PLAIN | {"markov_head_type": "selector", "markov_start": 0}
@@ -38,7 +38,7 @@ def _variant(
     of: Format, fields: tuple[Field, ...], constants: Mapping[str, Any], refusals: Rules, **changes: Any
 ) -> Format:
     """Return an entry without DSpark's heads, and with other fields in the place of those of their names."""
-    left_out = {*_HEADS, *(each.name for each in fields)}
+    left_out = {*HEADS, *(each.name for each in fields)}
     written = {each.name for each in fields if each.write is not OMIT}
     return replace(
         of,
@@ -79,25 +79,18 @@ def _flat(
         Field("embedding_norm", read=lambda c: False, write=OMIT),
         Field("logit_scale", "output_multiplier", 1.0, write=OMIT),
         Field("final_logit_softcapping", read=lambda c: c.get("final_logit_softcapping") or None, write=OMIT),
-        Field("sample_from_anchor", read=lambda c: is_anchored(c, False), reads=("sample_from_anchor", "shift_label")),
-        Field("block_size", read=lambda c: num_tokens(c, is_anchored(c, False)), write=lambda c, facts: c.num_slots),
+        *block_layout(lambda c: is_anchored(c, otherwise=False), "shift_label"),
     )
     common = tuple(each for each in common if each.name not in {own.name for own in fields})
     # Who serves such drafts looks here for what is not Qwen3's.
     places = {"mask_token_id": "mask_token_id", "target_layer_ids": "target_layer_ids", "block_size": "num_slots"}
     places |= {each.place: each.name for each in fields if each.name != "block_size"}
-
-    def section(config: Any, facts: Any) -> dict[str, Any]:
-        flags = {"attention_sink_bias": True} if config.attention_sinks else {}
-        flags |= {} if kind == "dflash" else {"projector_type": kind}
-        return {theirs: getattr(config, ours) for theirs, ours in places.items()} | flags
-
     standard = {
-        "base": lambda facts: SGLANG.base(facts) | {"architectures": [names[0]]},
-        "writes": SGLANG.writes | {"dflash_config": section},
+        "base": lambda target: SGLANG.base(target) | {"architectures": [names[0]]},
+        "writes": SGLANG.writes | {"dflash_config": flat_section(kind, places)},
         "accepts": SGLANG.accepts | {"architectures": tuple([name] for name in names), "projector_type": (None, kind)},
         "unreadable": LAYER_RULES | layout_rules(anchored=False),
-        "harmless": (*SGLANG.harmless, *_HEADS, "use_confidence_head", "confidence_head_alpha"),
+        "harmless": (*SGLANG.harmless, *HEADS, "use_confidence_head", "confidence_head_alpha"),
         "evidence": {},
         "engines": ("sglang", "vllm"),
     }
@@ -124,19 +117,14 @@ DFLASH2 = _flat(
     renamed=_SELECTOR_NAMES,
     renames=((r"(candidate_selector\.\w+_codebook)\.weight$", r"\1"),),  # as z-lab's own code calls them
 )
-_LAYOUT = ("shift_label", "sample_from_anchor")
+_LAYOUT = ("sample_from_anchor", "shift_label")
 DOMINO = _flat(
     ("DominoDraftModel", "DFlashDraftModel", "Qwen3DFlashDraftModel"),
     (
         Field("markov_rank", "emb_dim"),
         Field("markov_state_size", "gru_hidden_dim"),
         Field("markov_start", "pure_draft_prefix_len", 0),
-        Field("sample_from_anchor", _LAYOUT[0], False, also=_LAYOUT[1:]),
-        Field(
-            "block_size",
-            read=lambda c: num_tokens(c, look_up(c, *_LAYOUT, default=False)),
-            write=lambda c, facts: c.num_slots,
-        ),
+        *block_layout(lambda c: look_up(c, *_LAYOUT, default=False), "sample_from_anchor", place="shift_label"),
     ),
     _PLAIN | {"markov_head_type": "domino", "conv_kernel_size": 0},
     {},
@@ -157,22 +145,22 @@ FLAT_KINDS = (DFLASH2, DOMINO, DFLASH)
 # ---- kinds with published drafts that nothing here computes
 
 
-def _stranger(named: str, what: str) -> Format:
-    def is_named(config: Source) -> bool:
-        names = (*architectures(config), str(config.get("speculators_model_type")))
-        return any(named in name.lower() for name in names)
-
-    return replace(
-        SGLANG, name=named, recognise=is_named, accepts={}, sections=(), layers=(), unreadable={what: lambda c: True}
-    )
+def _is_dfly(config: Source) -> bool:
+    names = (*architectures(config), str(config.get("speculators_model_type")))
+    return any("dfly" in name.lower() for name in names)
 
 
-STRANGERS = (
-    _stranger(
-        "dfly",
+DFLY = replace(
+    SGLANG,
+    name="dfly",
+    recognise=_is_dfly,
+    accepts={},
+    sections=(),
+    layers=(),
+    unreadable={
         "DFly corrects the hidden states of DFlash by the tokens before them, which nothing here computes: load a "
-        "DFlash or a Domino draft of the same target",
-    ),
+        "DFlash or a Domino draft of the same target": lambda c: True
+    },
 )
 
 
@@ -183,13 +171,11 @@ def speculators_kinds(dspark: Format) -> tuple[Format, ...]:
     """Return the entries of speculators' DFlash and DFlash 2, of that of its DSpark."""
 
     def kind(name: str, *parts: Any, accepts: Mapping[str, tuple] | None = None, **changes: Any) -> Format:
-        settings = dspark.base(None)["speculators_config"] | {"algorithm": name.lower()}
-        named = {"architectures": [f"{name}DraftModel"], "speculators_model_type": name.lower()}
         return _variant(
             dspark,
             *parts,
             recognise=lambda c: c.get("speculators_model_type") == name.lower(),
-            base=lambda facts: dspark.base(facts) | named | {"speculators_config": settings},
+            base=lambda target: dspark.base(target) | base_of(name.lower(), f"{name}DraftModel"),
             accepts=dspark.accepts | {"speculators_model_type": (name.lower(),)} | (accepts or {}),
             engines=("speculators", "vllm"),
             **changes,

@@ -17,22 +17,24 @@ from .fields import (
     QWEN3_BASE,
     QWEN3_EMBEDDING,
     ROPE_PLACES,
-    SPECULATORS_LAYERS,
+    SPECULATORS_ROPE,
     SPECULATORS_WRITES,
     WINDOW_PLACES,
     Field,
     Format,
     Source,
-    TargetFacts,
     architectures,
     geometry,
+    layer_ids,
     look_up,
     old_rope_scaling,
     proposed_tokens,
     rope,
     slides_there,
+    speculators_base,
     speculators_vocab,
 )
+from .fields import SPECULATORS_LAYERS as _LAYERS
 
 USUAL_STEPS = 7  # of the projects' trainings, and so the number of draft tokens where a checkpoint does not say it
 _ARCHITECTURES = (
@@ -42,7 +44,6 @@ _ARCHITECTURES = (
 _PARALLEL_ARCHITECTURES = ("PEagleDraftModel", "PeagleLlamaForCausalLM", "PeagleQwen3ForCausalLM")
 _PLAIN_ARCHITECTURES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 _FULL_ATTENTION = {"an Eagle3 draft attends to its whole context, here layer_types says otherwise": slides_there}
-_LAYERS = SPECULATORS_LAYERS
 _FIRST_LAYER = (
     *(f"self_attn.{part}_proj.{kind}" for part in "qkvo" for kind in ("weight", "bias")),
     *(f"mlp.{part}_proj.{kind}" for part in ("gate", "up", "down") for kind in ("weight", "bias")),
@@ -78,7 +79,7 @@ def _narrow(prefix: str = "") -> tuple[Field, ...]:
             "target_hidden_size",
             read=target_size,
             reads=places[1:],
-            write=lambda c, facts: OMIT if c.target_hidden_size is None else c.target_hidden_size,
+            write=lambda c, target: OMIT if c.target_hidden_size is None else c.target_hidden_size,
         ),
         *(
             Field(name, read=lambda c: target_size(c) is not None, reads=places[1:], write=OMIT)
@@ -87,19 +88,9 @@ def _narrow(prefix: str = "") -> tuple[Field, ...]:
     )
 
 
-def _rope(config: Source, prefix: str = "") -> dict[str, Any]:
-    """Llama's base is 10000 unless a configuration says otherwise."""
-    places = ("rope_theta", "rope_parameters.rope_theta", "rope_scaling.rope_theta")
-    known = [place for place in places if look_up(config, prefix + place) is not None]
-    return rope(config if known or prefix else {**config, "rope_theta": 10000.0}, prefix, "sliding_attention")
-
-
 def _taps(outputs: tuple[str, ...], counted_from_embedding: str, config: Source) -> list[int] | None:
     """Return which layers' outputs are read, in the order of the layers; `None`: by the depth of the target."""
-    ids, others = look_up(config, *outputs), look_up(config, counted_from_embedding)
-    for taps in (ids, others):
-        if not (taps is None or (isinstance(taps, list) and all(type(tap) is int for tap in taps))):
-            raise ValueError(f"config.json: {counted_from_embedding!r} must be a list of integers, got {taps!r}")
+    ids, others = layer_ids(config, *outputs), layer_ids(config, counted_from_embedding)
     others = others and [tap - 1 for tap in others]
     if ids and others and sorted(ids) != sorted(others):
         raise ValueError(
@@ -124,7 +115,7 @@ _FLAT_TAPS = ("eagle_config.eagle_aux_hidden_state_layer_ids", "aux_hidden_state
 _VLLM_TAPS = "eagle_aux_hidden_state_layer_ids"
 
 
-def _eagle_config(config: PreTrainedConfig, facts: TargetFacts | None) -> Any:
+def _eagle_config(config: PreTrainedConfig, target: PreTrainedConfig | None) -> Any:
     taps = {"eagle_aux_hidden_state_layer_ids": config.target_layer_ids, "use_aux_hidden_state": True}
     return OMIT if config.target_layer_ids is None else taps
 
@@ -141,7 +132,7 @@ FLAT = Format(
         Field(
             "draft_vocab_size",
             read=lambda c: None if c.get("draft_vocab_size") == c.get("vocab_size") else c.get("draft_vocab_size"),
-            write=lambda c, facts: c.draft_vocab_size or OMIT,
+            write=lambda c, target: c.draft_vocab_size or OMIT,
         ),
         Field("qk_norm", default=False, write=OMIT),
         *_LAYERS_AND_NORMS,
@@ -152,7 +143,12 @@ FLAT = Format(
             reads=_MASK_TOKENS,
             write=OMIT,
         ),
-        Field("rope_parameters", read=_rope, reads=ROPE_PLACES, write=OMIT),
+        Field(
+            "rope_parameters",
+            read=lambda c: rope(c, layer_type="sliding_attention", theta=10000.0),  # Llama's
+            reads=ROPE_PLACES,
+            write=OMIT,
+        ),
         Field(
             "target_layer_ids",
             read=lambda c: _taps(_FLAT_TAPS, _VLLM_TAPS, c),
@@ -164,11 +160,11 @@ FLAT = Format(
     ),
     writes={
         "eagle_config": _eagle_config,
-        "rope_theta": lambda c, facts: c.rope_parameters["rope_theta"],
+        "rope_theta": lambda c, target: c.rope_parameters["rope_theta"],
         "rope_scaling": old_rope_scaling,
     },
     constants=_COMMON,
-    base=lambda facts: {
+    base=lambda target: {
         "architectures": ["LlamaForCausalLMEagle3"],
         "model_type": "llama",
         "pretraining_tp": 1,
@@ -237,6 +233,11 @@ FLAT = Format(
 # ---- speculators
 
 
+def _full_attention_base(kind: str, model: str) -> dict[str, Any]:
+    layers = QWEN3_BASE | {"use_sliding_window": False, "sliding_window": None}
+    return speculators_base(kind, model) | {"transformer_layer_config": layers}
+
+
 SPECULATORS = Format(
     name="speculators",
     model_type="dspark_eagle3",
@@ -245,12 +246,12 @@ SPECULATORS = Format(
         *geometry(_LAYERS),
         Field("mlp_bias", _LAYERS + "mlp_bias", False),
         *_narrow(_LAYERS),
-        Field("draft_vocab_size", read=speculators_vocab, write=lambda c, facts: c.num_draft_tokens),
+        Field("draft_vocab_size", read=speculators_vocab, write=lambda c, target: c.num_draft_tokens),
         Field(
             "qk_norm",
             _LAYERS + "model_type",
             read=lambda c: look_up(c, _LAYERS + "model_type", default="qwen3") == "qwen3",
-            write=lambda c, facts: "qwen3" if c.qk_norm else "llama",
+            write=lambda c, target: "qwen3" if c.qk_norm else "llama",
         ),
         *_LAYERS_AND_NORMS,
         Field(
@@ -259,35 +260,22 @@ SPECULATORS = Format(
             reads=("speculators_config",),
             write=OMIT,
         ),
-        Field(
-            "rope_parameters",
-            _LAYERS + "rope_parameters",
-            read=lambda c: _rope(c, _LAYERS),
-            reads=tuple(_LAYERS + place for place in ROPE_PLACES),
-        ),
+        SPECULATORS_ROPE,
         Field(
             "target_layer_ids",
             _VLLM_TAPS,
             read=lambda c: _taps((), _VLLM_TAPS, c),
-            write=lambda c, facts: c.target_layer_ids and [tap + 1 for tap in c.target_layer_ids],
+            write=lambda c, target: c.target_layer_ids and [tap + 1 for tap in c.target_layer_ids],
         ),
         Field("num_target_layers", read=lambda c: None, write=OMIT),
         Field("target_model_type", read=lambda c: None, write=OMIT),
     ),
     writes={
         **SPECULATORS_WRITES,
-        _LAYERS + "layer_types": lambda c, facts: ["full_attention"] * c.num_hidden_layers if c.qk_norm else OMIT,
+        _LAYERS + "layer_types": lambda c, target: ["full_attention"] * c.num_hidden_layers if c.qk_norm else OMIT,
     },
     constants=_COMMON | {"mask_token_id": None},
-    base=lambda facts: {
-        "architectures": ["Eagle3Speculator"],
-        "speculators_model_type": "eagle3",
-        "speculators_version": "0.9.0",
-        "tie_word_embeddings": False,
-        "embed_requires_grad": False,
-        "speculators_config": {"algorithm": "eagle3", "default_proposal_method": "greedy"},
-        "transformer_layer_config": QWEN3_BASE | {"use_sliding_window": False, "sliding_window": None},
-    },
+    base=lambda target: _full_attention_base("eagle3", "Eagle3Speculator") | {"embed_requires_grad": False},
     accepts={"speculators_model_type": ("eagle3",), _LAYERS + "model_type": (None, "qwen3", "llama")},
     unreadable={reason: lambda c: slides_there(c, _LAYERS) for reason in _FULL_ATTENTION},
     refusals={**ONLY_QWEN3_LAYERS, **_EMBEDDING_ONCE},
@@ -308,11 +296,7 @@ PEAGLE = replace(
     recognise=lambda c: c.get("speculators_model_type") == "peagle",
     fields=(*SPECULATORS.fields, Field("mask_token_id")),
     constants=_COMMON,
-    base=lambda facts: (
-        SPECULATORS.base(facts)
-        | {"architectures": ["PEagleSpeculator"], "speculators_model_type": "peagle", "embed_requires_grad": True}
-        | {"speculators_config": {"algorithm": "peagle", "default_proposal_method": "greedy"}}
-    ),
+    base=lambda target: _full_attention_base("peagle", "PEagleSpeculator") | {"embed_requires_grad": True},
     accepts=SPECULATORS.accepts | {"speculators_model_type": ("peagle",)},
     refusals=SPECULATORS.refusals
     | {"its drafts propose a block in one pass, from a mask_token_id": lambda c: c.is_autoregressive},

@@ -19,21 +19,8 @@ OMIT: Any = object()  # the `write` of a field that has no place there, or what 
 ROPE_TYPES = ("default", "linear", "yarn", "llama3", "proportional")
 
 
-@dataclass(frozen=True)
-class TargetFacts:
-    """What a conversion may need to know of the target."""
-
-    config: PreTrainedConfig
-    name_or_path: str | None  # where serving engines find it
-    embedding_scale: float  # factor on its embedding rows
-
-    @property
-    def text(self) -> PreTrainedConfig:
-        """The configuration of its text model."""
-        return self.config.get_text_config(decoder=True)
-
-
-Write = Callable[[PreTrainedConfig, TargetFacts | None], Any]
+# Of the draft's configuration, and the target's where it is known; its `name_or_path` is where engines find it.
+Write = Callable[[PreTrainedConfig, PreTrainedConfig | None], Any]
 
 
 @dataclass(frozen=True)
@@ -73,7 +60,7 @@ class Format:
     fields: tuple[Field, ...]  # where our fields stand, both ways
     constants: Mapping[str, Any]  # our fields that all its checkpoints share; it cannot hold others, see `REASONS`
     engines: tuple[str, ...]  # programs that read it
-    base: Callable[[TargetFacts | None], dict[str, Any]]  # what is written before all else
+    base: Callable[[PreTrainedConfig | None], dict[str, Any]]  # what is written before all else
     model_type: str = "dspark"  # of our configuration: the kind of draft
     writes: Mapping[str, Write] = field(default_factory=dict)  # their places that none of our fields fills alone
     accepts: Mapping[str, tuple] = field(default_factory=dict)  # their places, and the values that can be imported
@@ -138,6 +125,13 @@ def integer(config: Source, *places: str) -> int:
     return value
 
 
+def layer_ids(config: Source, *places: str, default: Any = None) -> list[int] | None:
+    ids = look_up(config, *places, default=default)
+    if not (ids is None or (isinstance(ids, list) and all(type(each) is int for each in ids))):
+        raise ValueError(f"config.json: {places[0]!r} must be a list of integers, got {ids!r}")
+    return ids
+
+
 ROPE_PLACES = ("rope_parameters", "rope_scaling", "rope_theta", "partial_rotary_factor")
 _PARTIAL = "partial_rotary_factor"  # the type `proportional` turns whole heads, too, some entries by no angle
 # What the functions of transformers read of a set of rotary parameters.
@@ -148,8 +142,10 @@ _ROPE_KEYS = {
 }  # fmt: skip
 
 
-def rope(config: Source, prefix: str = "", layer_type: str | None = None) -> dict[str, Any]:
-    """Return rotary parameters, as transformers 5 or its earlier versions write them, or both.
+def rope(
+    config: Source, prefix: str = "", layer_type: str | None = None, theta: float | None = None
+) -> dict[str, Any]:
+    """Return rotary parameters, as transformers 5 or its earlier versions write them, or both; of no base, `theta`.
 
     Of one set per type of layers, that of `layer_type` is taken, or of the one type that the draft's layers have.
     The layers of others' drafts turn whole heads, whatever partial_rotary_factor says: it comes with copies of the
@@ -161,8 +157,8 @@ def rope(config: Source, prefix: str = "", layer_type: str | None = None) -> dic
         if look_up(config, prefix + name)
     ]
     thetas = [look_up(config, prefix + "rope_theta"), *(each.get("rope_theta") for each in sets)]
-    thetas = [theta for theta in thetas if theta is not None]
-    if not thetas:
+    thetas = [each for each in thetas if each is not None] or [theta]
+    if thetas[0] is None:
         raise ValueError(f"config.json lacks {prefix + 'rope_parameters'!r}: where tokens stand is not known")
     filled = [{"rope_theta": thetas[0]} | each for each in sets or [{"rope_type": "default"}]]
     if len(set(thetas)) > 1 or any(each != filled[0] for each in filled):
@@ -178,24 +174,21 @@ def _rope_set(config: Source, place: str, layer_type: str | None) -> dict[str, A
         own = set(layer_types_there(config, place[: place.rfind(".") + 1]) or ["full_attention"])
         sets = [value.get(kind) for kind in ([layer_type] if layer_type in value else sorted(own))]
         if not all(isinstance(each, Mapping) and each == sets[0] for each in sets):
-            raise ValueError(
-                f"config.json: {place} has sets for {', '.join(value)}, and the draft's layers are {', '.join(own)}: "
-                "one set is read, for all layers"
-            )
+            found = f"sets for {', '.join(value)}, and the draft's layers are {', '.join(own)}"
+            raise ValueError(f"config.json: {place} has {found}: one set is read, for all layers")
         value = sets[0]
     entries = {key: each for key, each in _of_text(value).items() if each is not None}
     kind = entries.pop("type", "default")
     entries.setdefault("rope_type", "default" if kind == "mrope" else kind)
     if unknown := sorted(entries.keys() - _ROPE_KEYS):
-        raise ValueError(
-            f"config.json: {place} has {unknown[0]!r}, {entries[unknown[0]]!r}, which no rotary embedding here reads"
-        )
+        entry = f"{unknown[0]!r}, {entries[unknown[0]]!r}"
+        raise ValueError(f"config.json: {place} has {entry}, which no rotary embedding here reads")
     if entries["rope_type"] != "proportional":
         entries.pop(_PARTIAL, None)
     return entries
 
 
-def old_rope_scaling(config: PreTrainedConfig, facts: TargetFacts | None) -> dict[str, Any] | None:
+def old_rope_scaling(config: PreTrainedConfig, target: PreTrainedConfig | None) -> dict[str, Any] | None:
     parameters = dict(config.rope_parameters)
     del parameters["rope_theta"]
     return parameters if parameters.get("rope_type", "default") != "default" else None
@@ -225,6 +218,10 @@ def of_full_attention(text: PreTrainedConfig) -> PreTrainedConfig:
         return text
     kinds = list(getattr(text, "layer_types", None) or ())
     return text.per_layer_config[kinds.index("full_attention") if "full_attention" in kinds else -1]
+
+
+def text_of(target: PreTrainedConfig) -> PreTrainedConfig:
+    return target.get_text_config(decoder=True)
 
 
 def architectures(config: Source) -> list[str]:
@@ -277,8 +274,8 @@ def geometry(prefix: str = "", without: tuple[str, ...] = ()) -> tuple[Field, ..
     )
 
 
-def _depth(config: PreTrainedConfig, facts: TargetFacts | None) -> int:
-    depth = config.num_target_layers or (facts and facts.text.num_hidden_layers)
+def _depth(config: PreTrainedConfig, target: PreTrainedConfig | None) -> int:
+    depth = config.num_target_layers or (target and text_of(target).num_hidden_layers)
     if depth is None:
         raise ValueError("the format says how many layers the target has, the draft does not: pass target=...")
     return depth
@@ -290,16 +287,23 @@ TARGET_TYPE = Field("target_model_type", read=lambda c: c.get("target_model_type
 ASKED = "sample_from_anchor, asked for"
 
 
-def is_anchored(config: Source, otherwise: bool) -> bool:
+def is_anchored(config: Source, otherwise: bool = True) -> bool:
     return look_up(config, "sample_from_anchor", default=look_up(config, ASKED, default=otherwise))
 
 
-def num_draft_tokens(config: Source, anchored: bool) -> int:
-    """Return γ: the anchor's slot counts, whether it predicts or not."""
-    return integer(config, "block_size") - (not anchored)
+def layout(anchored: Callable[[Source], bool], *reads: str, place: str = "sample_from_anchor") -> tuple[Field, Field]:
+    """Fields of the layout of blocks, and of γ: their size counts the anchor's slot, whether it predicts or not."""
+    return (
+        Field("sample_from_anchor", place, read=anchored, reads=(place, *reads)),
+        Field(
+            "block_size",
+            read=lambda c: integer(c, "block_size") - (not anchored(c)),
+            write=lambda c, target: c.num_slots,
+        ),
+    )
 
 
-def window_if_sliding(config: PreTrainedConfig, facts: TargetFacts | None) -> int | None:
+def window_if_sliding(config: PreTrainedConfig, target: PreTrainedConfig | None) -> int | None:
     return config.sliding_window if slides(config) else None
 
 
@@ -373,12 +377,30 @@ NO_WINDOW_FROM_ANCHOR = {
 # ---- what speculators writes for drafts of all kinds
 
 SPECULATORS_LAYERS = "transformer_layer_config."
+# Of sets by layer type, its rotary embedding takes the one of sliding layers.
+SPECULATORS_ROPE = Field(
+    "rope_parameters",
+    SPECULATORS_LAYERS + "rope_parameters",
+    read=lambda c: rope(c, SPECULATORS_LAYERS, "sliding_attention"),
+    reads=tuple(SPECULATORS_LAYERS + place for place in ROPE_PLACES),
+)
 _PROPOSAL_METHOD = {"proposal_type": "greedy", "accept_tolerance": 0.0, "verifier_accept_k": 1}
-SPECULATORS_WRITES: Mapping[str, Callable[[PreTrainedConfig, TargetFacts | None], Any]] = {
-    "speculators_config.verifier.architectures": lambda c, facts: facts.config.architectures,
-    "speculators_config.verifier.name_or_path": lambda c, facts: facts.name_or_path,
-    "speculators_config.proposal_methods": lambda c, facts: [_PROPOSAL_METHOD | {"speculative_tokens": c.block_size}],
+SPECULATORS_WRITES: Mapping[str, Write] = {
+    "speculators_config.verifier.architectures": lambda c, target: target.architectures,
+    "speculators_config.verifier.name_or_path": lambda c, target: target.name_or_path,
+    "speculators_config.proposal_methods": lambda c, target: [_PROPOSAL_METHOD | {"speculative_tokens": c.block_size}],
 }
+
+
+def speculators_base(kind: str, model: str) -> dict[str, Any]:
+    return {
+        "architectures": [model],
+        "speculators_model_type": kind,
+        "speculators_version": "0.9.0",
+        "tie_word_embeddings": False,
+        "speculators_config": {"algorithm": kind, "default_proposal_method": "greedy"},
+        "transformer_layer_config": QWEN3_BASE,
+    }
 
 
 def proposed_tokens(config: Source) -> Any:

@@ -2,6 +2,7 @@
 drafts of Nemotron). See `tables.py`.
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 from transformers import PreTrainedConfig
@@ -21,14 +22,14 @@ from .fields import (
     Format,
     Rules,
     Source,
-    TargetFacts,
+    Write,
     architectures,
     geometry,
     integer,
     is_anchored,
     layer_types_there,
+    layout,
     look_up,
-    num_draft_tokens,
     old_rope_scaling,
     rope,
     slides,
@@ -36,6 +37,8 @@ from .fields import (
     window_if_sliding,
 )
 
+HEADS = ("markov_rank", "markov_head_type", "enable_confidence_head", "confidence_head_with_markov")
+_SHOWN = ("mask_token_id", "target_layer_ids", *HEADS)
 _ARCHITECTURES = ("DSparkDraftModel", "Qwen3DSparkModel", "Lfm2DSparkDraftModel", "DFlashDraftModel")
 
 
@@ -77,11 +80,15 @@ def _flat_taps(config: Source) -> Any:
     return [round(1 + index * (last - 1) / (count - 1)) for index in range(count)]
 
 
-def _flat_section(config: PreTrainedConfig, facts: TargetFacts | None) -> dict[str, Any]:
-    heads = ("markov_rank", "markov_head_type", "enable_confidence_head", "confidence_head_with_markov")
-    values = {name: getattr(config, name) for name in ("mask_token_id", "target_layer_ids", *heads)}
-    sinks = {"attention_sink_bias": True} if config.attention_sinks else {}
-    return {"projector_type": "dspark"} | values | sinks
+def flat_section(kind: str, places: Mapping[str, str]) -> Write:
+    """Return what writes the section in which servers look for what is not Qwen3's, of its places and our fields."""
+
+    def write(config: PreTrainedConfig, target: PreTrainedConfig | None) -> dict[str, Any]:
+        flags = {} if kind == "dflash" else {"projector_type": kind}
+        flags |= {"attention_sink_bias": True} if config.attention_sinks else {}
+        return {theirs: getattr(config, ours) for theirs, ours in places.items()} | flags
+
+    return write
 
 
 def _names_other_taps(config: Source) -> bool:
@@ -154,7 +161,7 @@ SGLANG = Format(
             "is_causal",
             read=_flat_causal,
             reads=_CAUSAL,
-            write=lambda c, facts: False if slides(c) and not c.causal_sliding else OMIT,
+            write=lambda c, target: False if slides(c) and not c.causal_sliding else OMIT,
         ),
         Field(
             "attention_sinks",
@@ -168,30 +175,25 @@ SGLANG = Format(
             "rope_is_neox_style",
             read=lambda c: not look_up(c, "rope_is_neox_style", "is_neox_style", default=True),
             reads=("rope_is_neox_style", "is_neox_style"),
-            write=lambda c, facts: False if c.rope_interleaved else OMIT,
+            write=lambda c, target: False if c.rope_interleaved else OMIT,
         ),
         Field("rope_parameters", read=rope, reads=ROPE_PLACES),
-        Field(
-            "sample_from_anchor",
-            read=lambda c: is_anchored(c, otherwise=True),
-            reads=("sample_from_anchor", "shift_label"),
-        ),
-        Field("block_size", read=lambda c: num_draft_tokens(c, is_anchored(c, otherwise=True))),
+        *layout(is_anchored, "shift_label"),
         TARGET_TYPE,
     ),
     writes={
-        "dflash_config": _flat_section,
-        "is_neox_style": lambda c, facts: False if c.rope_interleaved else OMIT,  # as vLLM calls it
-        "use_sliding_window": lambda c, facts: slides(c),
+        "dflash_config": flat_section("dspark", {name: name for name in _SHOWN}),
+        "is_neox_style": lambda c, target: False if c.rope_interleaved else OMIT,  # as vLLM calls it
+        "use_sliding_window": lambda c, target: slides(c),
         # Where versions before transformers 5 look for it.
-        "rope_theta": lambda c, facts: c.rope_parameters["rope_theta"],
+        "rope_theta": lambda c, target: c.rope_parameters["rope_theta"],
         "rope_scaling": old_rope_scaling,
     },
     constants={
         name: value for name, value in QWEN3_LAYERS.items() if name not in ("attention_sinks", "rope_interleaved")
     }
     | {"draft_vocab_size": None},
-    base=lambda facts: QWEN3_BASE | {"architectures": ["DSparkDraftModel"]},
+    base=lambda target: QWEN3_BASE | {"architectures": ["DSparkDraftModel"]},
     accepts={
         "architectures": tuple([name] for name in _ARCHITECTURES),
         "projector_type": (None, "dflash", "dspark"),

@@ -6,6 +6,8 @@ Loaders skip keys that they do not know and take defaults for keys that they mis
 
 from typing import Any
 
+from transformers import PreTrainedConfig
+
 from . import eagle3
 from .dflash import FLAT_KINDS, speculators_kinds
 from .fields import (
@@ -23,7 +25,7 @@ from .fields import (
     QWEN3_LAYERS,
     REQUIRED,
     ROPE_PLACES,
-    SPECULATORS_LAYERS,
+    SPECULATORS_ROPE,
     SPECULATORS_WRITES,
     TARGET_DEPTH,
     TARGET_TYPE,
@@ -32,21 +34,24 @@ from .fields import (
     Format,
     Rules,
     Source,
-    TargetFacts,
     architectures,
     geometry,
     integer,
     is_anchored,
+    layer_ids,
     layer_types_there,
+    layout,
     look_up,
-    num_draft_tokens,
     proposed_tokens,
     rope,
     slides,
     slides_there,
+    speculators_base,
     speculators_vocab,
+    text_of,
     window_if_sliding,
 )
+from .fields import SPECULATORS_LAYERS as _LAYERS
 from .flat import SGLANG
 
 OURS = "hf_dspark"
@@ -114,9 +119,7 @@ _DEEPSPEC_BLOCK = (
     Field("confidence_head_with_markov", default=False),
     TARGET_DEPTH,
     *map(Field, ("target_layer_ids", "mask_token_id")),
-    Field("block_size", read=lambda c: num_draft_tokens(c, is_anchored(c, otherwise=True))),
-    # Its own blocks predict from the anchor's slot; others have kept theirs in its format.
-    Field("sample_from_anchor", read=lambda c: is_anchored(c, otherwise=True)),
+    *layout(is_anchored),  # its own blocks predict from the anchor's slot; others have kept theirs in its format
 )
 _DEEPSPEC_COPIES = ("embed_tokens.weight", "lm_head.weight")
 _DEEPSPEC_TRAINING = ("confidence_head_alpha", "confidence_threshold")
@@ -135,7 +138,7 @@ DEEPSPEC_QWEN3 = Format(
     ),
     constants=QWEN3_LAYERS | {"draft_vocab_size": None},
     # DeepSpec's loader asks for num_anchors; only training uses it.
-    base=lambda facts: _DEEPSPEC_BASE | {"architectures": ["Qwen3DSparkModel"], "num_anchors": 512},
+    base=lambda target: _DEEPSPEC_BASE | {"architectures": ["Qwen3DSparkModel"], "num_anchors": 512},
     accepts={"architectures": (["Qwen3DSparkModel"],)},  # those of other targets have layers of their own
     refusals={
         **ONLY_QWEN3_LAYERS,
@@ -152,8 +155,8 @@ DEEPSPEC_QWEN3 = Format(
 _GEMMA4_DROPPED = ("architectures", "dtype", "per_layer_config", "transformers_version", "_name_or_path")
 
 
-def _gemma4_base(facts: TargetFacts | None) -> dict[str, Any]:
-    text = {} if facts is None else facts.text.to_diff_dict()
+def _gemma4_base(target: PreTrainedConfig | None) -> dict[str, Any]:
+    text = {} if target is None else text_of(target).to_diff_dict()
     kept = {name: value for name, value in text.items() if name not in _GEMMA4_DROPPED}
     return kept | {"architectures": ["Gemma4DSparkModel"], "tie_word_embeddings": False, "num_anchors": 512}
 
@@ -181,18 +184,18 @@ DEEPSPEC_GEMMA4 = Format(
             "rope_parameters",
             read=lambda c: rope(c, layer_type="full_attention"),
             reads=ROPE_PLACES,
-            write=lambda c, facts: facts.text.rope_parameters | {"full_attention": c.rope_parameters},
+            write=lambda c, target: text_of(target).rope_parameters | {"full_attention": c.rope_parameters},
         ),
         Field(
             "target_model_type",
             read=lambda c: c["model_type"],
-            write=lambda c, facts: facts.text.model_type.removesuffix("_text"),
+            write=lambda c, target: text_of(target).model_type.removesuffix("_text"),
         ),
     ),
     writes={
-        "target_text_model_type": lambda c, facts: facts.text.model_type,
-        "num_key_value_heads": lambda c, facts: (
-            facts.text.to_dict().get("num_key_value_heads") if c.attention_k_eq_v else c.num_key_value_heads
+        "target_text_model_type": lambda c, target: text_of(target).model_type,
+        "num_key_value_heads": lambda c, target: (
+            text_of(target).to_dict().get("num_key_value_heads") if c.attention_k_eq_v else c.num_key_value_heads
         ),
     },
     constants=COMMON
@@ -230,16 +233,16 @@ DEEPSPEC_EAGLE3 = Format(
         Field("target_model_type", "model_type", write=OMIT),
     ),
     writes={
-        "layer_types": lambda c, facts: ["full_attention"] * c.num_hidden_layers,
-        "draft_num_hidden_layers": lambda c, facts: c.num_hidden_layers,
-        "target_model_name_or_path": lambda c, facts: None if facts is None else facts.name_or_path,
+        "layer_types": lambda c, target: ["full_attention"] * c.num_hidden_layers,
+        "draft_num_hidden_layers": lambda c, target: c.num_hidden_layers,
+        "target_model_name_or_path": lambda c, target: target and target.name_or_path,
     },
     constants=QWEN3_EMBEDDING
     | dict.fromkeys(("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output", "mtp"), False)
     | {"qk_norm": True, "embedding_in_all_layers": True}
     | dict.fromkeys(("draft_vocab_size", "target_hidden_size", "mask_token_id")),
     # DeepSpec's loader asks for step_loss_decay, which weights its training loss; 0.8 is its default.
-    base=lambda facts: _DEEPSPEC_BASE | {"architectures": ["Qwen3Eagle3Model"], "step_loss_decay": 0.8},
+    base=lambda target: _DEEPSPEC_BASE | {"architectures": ["Qwen3Eagle3Model"], "step_loss_decay": 0.8},
     accepts={"model_type": ("qwen3",)} | dict.fromkeys(("rope_is_neox_style", "is_neox_style"), (None, True)),
     unreadable={"an Eagle3 draft attends to its whole context, here layer_types says otherwise": slides_there},
     refusals=ONLY_QWEN3_LAYERS,
@@ -251,8 +254,7 @@ DEEPSPEC_EAGLE3 = Format(
 
 # ---- speculators
 
-_LAYERS = SPECULATORS_LAYERS
-_LAYOUT = ("sample_from_anchor", "block_size", "speculators_config")
+_SLOTS = ("block_size", "speculators_config")  # where blocks show their layout if `sample_from_anchor` does not
 
 
 def _speculators_anchored(config: Source) -> bool:
@@ -266,9 +268,8 @@ def _speculators_anchored(config: Source) -> bool:
     if not isinstance(anchored, bool):
         raise ValueError(
             f"config.json lacks 'sample_from_anchor', and its speculative_tokens, {tokens!r}, do not tell it: true "
-            "means that block slot k predicts the token after its own and block_size is the number of draft tokens, "
-            "false that the anchor's slot predicts nothing, slot k predicts the token in its own place, and "
-            "block_size is one more. Say which was trained: convert_checkpoint(..., sample_from_anchor=...), or "
+            "means that slot k of a block predicts the token after its own, false that it predicts its own. Say which "
+            "was trained: convert_checkpoint(..., sample_from_anchor=...), or "
             "config=DSparkConfig.from_pretrained(..., sample_from_anchor=...)"
         )
     return anchored
@@ -276,13 +277,6 @@ def _speculators_anchored(config: Source) -> bool:
 
 def _is_dflash2(config: Source) -> bool:
     return config.get("speculators_model_type") == "dflash2"
-
-
-def _speculators_taps(config: Source) -> list[int]:
-    taps = look_up(config, "aux_hidden_state_layer_ids", default=REQUIRED)
-    if not isinstance(taps, list) or not all(type(tap) is int for tap in taps):
-        raise ValueError(f"config.json: 'aux_hidden_state_layer_ids' must be a list of integers, got {taps!r}")
-    return [tap - 1 for tap in taps]
 
 
 SPECULATORS = Format(
@@ -311,41 +305,22 @@ SPECULATORS = Format(
             "causal_sliding",
             "sliding_window_non_causal",
             read=lambda c: slides_there(c, _LAYERS) and not c.get("sliding_window_non_causal", _is_dflash2(c)),
-            write=lambda c, facts: slides(c) and not c.causal_sliding,
+            write=lambda c, target: slides(c) and not c.causal_sliding,
         ),
-        Field("sliding_from_anchor", read=lambda c: slides_there(c, _LAYERS), reads=_LAYOUT, write=OMIT),
-        # Of sets by layer type, its rotary embedding takes the one of sliding layers.
-        Field(
-            "rope_parameters",
-            _LAYERS + "rope_parameters",
-            read=lambda c: rope(c, _LAYERS, "sliding_attention"),
-            reads=tuple(_LAYERS + place for place in ROPE_PLACES),
-        ),
+        Field("sliding_from_anchor", read=lambda c: slides_there(c, _LAYERS), reads=_SLOTS, write=OMIT),
+        SPECULATORS_ROPE,
         Field(
             "target_layer_ids",
             "aux_hidden_state_layer_ids",
-            read=_speculators_taps,
-            write=lambda c, facts: [tap + 1 for tap in c.target_layer_ids],
+            read=lambda c: [tap - 1 for tap in layer_ids(c, "aux_hidden_state_layer_ids", default=REQUIRED)],
+            write=lambda c, target: [tap + 1 for tap in c.target_layer_ids],
         ),
-        Field("sample_from_anchor", read=_speculators_anchored, reads=_LAYOUT),
-        Field(
-            "block_size",
-            read=lambda c: num_draft_tokens(c, _speculators_anchored(c)),
-            write=lambda c, facts: c.num_slots,
-        ),
-        Field("draft_vocab_size", read=speculators_vocab, write=lambda c, facts: c.draft_vocab_size or c.vocab_size),
+        *layout(_speculators_anchored, *_SLOTS),
+        Field("draft_vocab_size", read=speculators_vocab, write=lambda c, target: c.draft_vocab_size or c.vocab_size),
     ),
-    writes={_LAYERS + "use_sliding_window": lambda c, facts: slides(c), **SPECULATORS_WRITES},
+    writes={_LAYERS + "use_sliding_window": lambda c, target: slides(c), **SPECULATORS_WRITES},
     constants=QWEN3_LAYERS,
-    base=lambda facts: {
-        "architectures": ["DSparkDraftModel"],
-        "speculators_model_type": "dspark",
-        "speculators_version": "0.9.0",
-        "target_hidden_size": None,
-        "tie_word_embeddings": False,
-        "speculators_config": {"algorithm": "dspark", "default_proposal_method": "greedy"},
-        "transformer_layer_config": QWEN3_BASE,
-    },
+    base=lambda target: speculators_base("dspark", "DSparkDraftModel") | {"target_hidden_size": None},
     accepts={
         "speculators_model_type": ("dspark",),
         _LAYERS + "model_type": (None, "qwen3", "llama"),
@@ -384,19 +359,19 @@ TRANSFORMERS = Format(
         *geometry(without=("vocab_size", "attention_bias", "attention_output_bias")),
         *map(Field, ("mask_token_id", "target_layer_ids", "layer_types")),
         # The anchor's slot counts.
-        Field("block_size", read=lambda c: integer(c, "block_size") - 1, write=lambda c, facts: c.block_size + 1),
+        Field("block_size", read=lambda c: integer(c, "block_size") - 1, write=lambda c, target: c.block_size + 1),
         # Theirs is the largest distance, ours the number of tokens; for layers that do not slide, any number does.
         Field(
             "sliding_window",
             read=lambda c: integer(c, "sliding_window") + 1 if slides_there(c) else None,
-            write=lambda c, facts: c.sliding_window - 1 if slides(c) else 2048,
+            write=lambda c, target: c.sliding_window - 1 if slides(c) else 2048,
         ),
         Field("rope_parameters", read=rope, reads=ROPE_PLACES),
     ),
     constants=QWEN3_LAYERS
     | {"markov_rank": 0, "enable_confidence_head": False, "sample_from_anchor": False, "draft_vocab_size": None}
     | {"attention_bias": False, "attention_output_bias": False},
-    base=lambda facts: {"architectures": ["MuseGlimmerAssistantModel"], "model_type": "muse_glimmer_assistant"},
+    base=lambda target: {"architectures": ["MuseGlimmerAssistantModel"], "model_type": "muse_glimmer_assistant"},
     unreadable={
         "sliding_window is shorter than the block: there, a block's last slots are hidden from its first": lambda c: (
             slides_there(c) and integer(c, "sliding_window") < integer(c, "block_size") - 1

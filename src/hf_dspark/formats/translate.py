@@ -9,8 +9,8 @@ from transformers import PreTrainedConfig
 from ..files import shortened
 from .checkpoint import Checkpoint
 from .deepseek_v4 import BUNDLED
-from .dflash import STRANGERS
-from .fields import ASKED, OMIT, REASONS, Format, Rules, Source, TargetFacts, has_embedding_norm, look_up
+from .dflash import DFLY
+from .fields import ASKED, OMIT, REASONS, Format, Rules, Source, has_embedding_norm, look_up, text_of
 from .keys import read_from, unfolded, unknown_keys
 from .tables import ENGINE_REFUSALS, FORMAT_NAMES, FORMATS
 
@@ -19,7 +19,7 @@ CLASS_NAMES = {"dspark": "DSparkDraftModel", "dspark_eagle3": "Eagle3DraftModel"
 
 def recognise(config: Source) -> Format | None:
     """Return the format of a `config.json`; `None` if it is our own, or unknown."""
-    return next((entry for entry in (*STRANGERS, BUNDLED, *FORMATS) if entry.recognise(config)), None)
+    return next((entry for entry in (DFLY, BUNDLED, *FORMATS) if entry.recognise(config)), None)
 
 
 def draft_model_type(config: Source) -> str | None:
@@ -47,14 +47,14 @@ def find_format(name: str, config: PreTrainedConfig) -> Format:
 
 
 def read_draft_config(
-    checkpoint: Checkpoint, facts: TargetFacts | None = None, sample_from_anchor: bool | None = None
+    checkpoint: Checkpoint, target: PreTrainedConfig | None = None, sample_from_anchor: bool | None = None
 ) -> dict[str, Any]:
     """Return a draft's configuration in our words, with the temperatures that lie beside it, whatever its format."""
     entry = recognise(checkpoint.config)
     if entry is None:
         return dict(checkpoint.config)
     told = _told_by_tensors(checkpoint, entry)
-    ours = config_from_format(checkpoint.config | told, entry, facts, sample_from_anchor)
+    ours = config_from_format(checkpoint.config | told, entry, target, sample_from_anchor)
     return ours if checkpoint.temperatures is None else ours | {"sts_temperatures": checkpoint.temperatures}
 
 
@@ -92,7 +92,7 @@ def _told_by_tensors(checkpoint: Checkpoint, entry: Format) -> dict[str, Any]:
 
 
 def config_from_format(
-    source: Source, entry: Format, facts: TargetFacts | None = None, sample_from_anchor: bool | None = None
+    source: Source, entry: Format, target: PreTrainedConfig | None = None, sample_from_anchor: bool | None = None
 ) -> dict[str, Any]:
     """Translate a foreign `config.json` to ours, with `model_type` and `architectures`.
 
@@ -108,20 +108,16 @@ def config_from_format(
     ]
     if reasons := reasons + _reasons(entry.unreadable, config) + unknown:
         raise ValueError(f"this {entry.name} draft cannot be read: {'; '.join(reasons)}")
-    text = None if facts is None else facts.text
+    text = target and text_of(target)
     ours = entry.constants | {field.name: field.read_from(config) for field in entry.fields}
     if ours.get("markov_rank") == 0:  # without a Markov head, what is said of it means nothing
         ours |= {"markov_head_type": "vanilla", "confidence_head_with_markov": False}
     if sample_from_anchor not in (None, ours.get("sample_from_anchor", True)):
-        raise ValueError(
-            f"sample_from_anchor={sample_from_anchor} was asked for, but the {entry.name} draft says otherwise: leave "
-            "it out"
-        )
+        asked = f"sample_from_anchor={sample_from_anchor} was asked for"
+        raise ValueError(f"{asked}, but the {entry.name} draft says otherwise: leave it out")
     if "vocab_size" not in ours and text is None:
-        raise ValueError(
-            f"a draft in the format {entry.name!r} says neither how many tokens nor how many layers its target has: "
-            "pass the target, convert_checkpoint(..., target=...)"
-        )
+        lacking = "neither how many tokens nor how many layers its target has"
+        raise ValueError(f"a draft in the format {entry.name!r} says {lacking}: pass the target to convert_checkpoint")
     if "num_target_layers" not in ours:
         ours["num_target_layers"] = None if text is None else text.num_hidden_layers
         ours["target_model_type"] = None if text is None else text.model_type
@@ -135,15 +131,17 @@ def config_from_format(
     return ours | {"model_type": entry.model_type, "architectures": [CLASS_NAMES[entry.model_type]]}
 
 
-def config_to_format(config: PreTrainedConfig, entry: Format, facts: TargetFacts | None = None) -> dict[str, Any]:
+def config_to_format(
+    config: PreTrainedConfig, entry: Format, target: PreTrainedConfig | None = None
+) -> dict[str, Any]:
     """Translate our configuration to a foreign `config.json`; a `ValueError` gives all reasons why it cannot be."""
     if reasons := _not_held(config, entry):
         raise ValueError(f"the format {entry.name!r} cannot hold this draft: {'; '.join(reasons)}")
-    values = entry.base(facts)
+    values = entry.base(target)
     for field in entry.fields:
         if field.write is not OMIT:
-            values[field.place] = field.write(config, facts) if field.write else getattr(config, field.name)
-    values |= {place: write(config, facts) for place, write in entry.writes.items()}
+            values[field.place] = field.write(config, target) if field.write else getattr(config, field.name)
+    values |= {place: write(config, target) for place, write in entry.writes.items()}
     written: dict[str, Any] = {}
     for path, value in ((path, value) for path, value in values.items() if value is not OMIT):
         *parents, name = path.split(".")

@@ -21,7 +21,6 @@ from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
 from ..files import listed, naming
 from ..formats.checkpoint import CONFIG_FILE, STS_FILE, Checkpoint, kept_tokens_mask
-from ..formats.fields import Format, TargetFacts
 from ..formats.tables import FORMAT_NAMES, FORMATS, OURS
 from ..formats.translate import (
     config_to_format,
@@ -34,7 +33,7 @@ from ..formats.translate import (
 )
 from ..models.auto import DRAFTS, is_draft
 from ..models.borrowing import Borrowed, is_same_matrix, lm_head_of
-from ..models.configuration_draft import SHAREABLE, DraftConfig, embedding_scale, naming_file
+from ..models.configuration_draft import SHAREABLE, DraftConfig, naming_file
 from ..models.modeling_draft import DraftModel, check_fits
 from ..targets.borrowed_weights import BorrowedModules
 
@@ -108,6 +107,8 @@ def convert_checkpoint(
         _refuse_quantised(draft.name_or_path, getattr(draft, "is_quantized", False))
         own = draft.brought if target is None else draft.own_weights()
         config, tensors = copy.deepcopy(draft.config), draft.state_dict() | own
+        if target is not None:
+            check_fits(config, target_config(target))
         if away := [name for name, tensor in tensors.items() if tensor.is_meta]:
             raise ValueError(f"the draft's weights are offloaded ({listed(away, 3)}): load it on one device first")
         tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
@@ -173,17 +174,16 @@ def read_checkpoint(
     checkpoint = Checkpoint.open(source, **hub_kwargs)
     kind = draft_model_type(checkpoint.config)
     if kind not in DRAFTS:
-        raise ValueError(
-            f"{checkpoint.name}/{CONFIG_FILE} (model_type {kind!r}, architectures "
-            f"{checkpoint.config.get('architectures')!r}) is no draft in one of the formats {', '.join(FORMAT_NAMES)}"
-        )
-    facts = None if target is None else target_facts(target)
+        named = f"model_type {kind!r}, architectures {checkpoint.config.get('architectures')!r}"
+        known = f"the formats {', '.join(FORMAT_NAMES)}"
+        raise ValueError(f"{checkpoint.name}/{CONFIG_FILE} ({named}) is no draft in one of {known}")
+    known = target_config(target)
     with naming_file(checkpoint):
-        ours = read_draft_config(checkpoint, facts, sample_from_anchor)
+        ours = read_draft_config(checkpoint, known, sample_from_anchor)
         ours.pop("auto_map", None)  # code that a repository carries is not used, nor copied
         config = DRAFTS[kind].config_class.from_dict(ours)
-    if facts is not None:
-        check_fits(config, facts.config)
+    if known is not None:
+        check_fits(config, known)
     return config, DRAFTS[kind].read_tensors(config, checkpoint)
 
 
@@ -192,14 +192,11 @@ def _refuse_quantised(name: str, is_quantised: bool) -> None:
         raise ValueError(f"the draft {name} is quantised, which no format holds: convert the one of full precision")
 
 
-def target_facts(target: Target) -> TargetFacts:
-    """Return what a conversion needs to know of a target. No remote code is run."""
+def target_config(target: Target | None) -> PreTrainedConfig | None:
+    """Return the configuration of a target. No remote code is run."""
     if isinstance(target, (str, os.PathLike)):
-        name, config = os.fspath(target), AutoConfig.from_pretrained(target, trust_remote_code=False)
-    else:
-        config = target if isinstance(target, PreTrainedConfig) else target.config
-        name = config.name_or_path or None
-    return TargetFacts(config, name, embedding_scale(config.get_text_config(decoder=True)))
+        return AutoConfig.from_pretrained(target, trust_remote_code=False)
+    return getattr(target, "config", target)
 
 
 def _take_copies(config: DraftConfig, tensors: Tensors, target: Target | None) -> Tensors:
@@ -245,20 +242,19 @@ def _write_foreign(
     theirs = {entry.renamed.get(name, name): tensor for name, tensor in held.items()}
     lacking = {*entry.copies} - theirs.keys()
     if lacking and not has_weights:
-        raise ValueError(
-            f"the format {entry.name!r} holds copies of the target's embedding and LM head: pass target=..., the "
-            "model or where it is"
-        )
-    facts = _required_facts(config, entry, target)
-    written = config_to_format(config, entry, facts)
+        held = "copies of the target's embedding and LM head"
+        raise ValueError(f"the format {entry.name!r} holds {held}: pass target=..., the model or where it is")
+    known = target_config(target)
+    if entry.names_target and not (known and known.name_or_path):
+        cure = "pass target=..., its folder or name on the Hub, or set target.config.name_or_path"
+        raise ValueError(f"the format {entry.name!r} says where the target is: {cure}")
+    written = config_to_format(config, entry, known)
     engines, notes = engines_of(config, entry, engine)
     if lacking:
         weights, has_bias = _target_weights(target)
         if has_bias:
-            raise ValueError(
-                f"the format {entry.name!r} has no place for the bias of the target's LM head, without which drafts "
-                "would be other ones: choose a format without copies of the target's weights"
-            )
+            cure = "choose a format without copies of the target's weights"
+            raise ValueError(f"the format {entry.name!r} has no place for the bias of the target's LM head: {cure}")
         names = {entry.renamed.get(name, name): name for name in SHAREABLE}
         theirs |= {name: weights[names[name]] for name in lacking}
     if "d2t" in tensors:
@@ -267,9 +263,9 @@ def _write_foreign(
     written["transformers_version"] = transformers.__version__
     _write_json(folder / CONFIG_FILE, written)
     save_torch_state_dict(theirs, folder)
-    if entry.names_target and Path(facts.name_or_path).is_dir():
+    if entry.names_target and Path(known.name_or_path).is_dir():
         notes += (
-            f"it names its target by the local path {facts.name_or_path}: to share it, convert with the name that the "
+            f"it names its target by the local path {known.name_or_path}: to share it, convert with the name that the "
             "target has on the Hub",
         )
     if config.sts_temperatures is not None:
@@ -286,18 +282,6 @@ def _write_json(path: Path, content: Mapping[str, Any]) -> None:
     path.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
-def _required_facts(config: DraftConfig, entry: Format, target: Target | None) -> TargetFacts | None:
-    facts = None if target is None else target_facts(target)
-    if entry.names_target and (facts is None or not facts.name_or_path):
-        raise ValueError(
-            f"the format {entry.name!r} says where the target is: pass target=..., its folder or its name on the Hub, "
-            "or set target.config.name_or_path"
-        )
-    if facts is not None:
-        check_fits(config, facts.config)
-    return facts
-
-
 def _target_weights(target: PreTrainedModel | str | os.PathLike) -> tuple[Tensors, bool]:
     """Return a target's embedding and LM head by our names, in its own type, and whether the head has a bias."""
     if isinstance(target, PreTrainedModel):
@@ -311,9 +295,8 @@ def _target_weights(target: PreTrainedModel | str | os.PathLike) -> tuple[Tensor
         )
         heads = heads or embeddings  # a tied head is not stored
         if len(embeddings) != 1 or len(heads) != 1:
-            raise ValueError(
-                f"the embedding and the LM head of {files.name} cannot be told by their names: pass the loaded model"
-            )
+            unclear = f"the embedding and the LM head of {files.name} cannot be told by their names"
+            raise ValueError(f"{unclear}: pass the loaded model")
         stored = files.load({*embeddings, *heads})
         found, has_bias = [stored[embeddings[0]], stored[heads[0]]], bool(biases)
     # Copies of their own: a target may keep both in one tensor, of which a file would hold one.

@@ -16,9 +16,8 @@ from ..formats.tables import OURS
 from ..formats.translate import exports_of, not_exported, read_draft_config, recognise, stored_names
 from ..models.auto import DRAFTS
 from ..models.configuration_draft import DraftConfig
-from ..models.modeling_draft import check_fits
 from .card import draft_kind
-from .convert import Target, read_checkpoint, target_facts
+from .convert import Target, read_checkpoint, target_config
 
 SIZES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}  # bytes, by the names of safetensors
 INTEGERS = ("I64", "I32", "BOOL")
@@ -86,9 +85,8 @@ def inspect_draft(
             setattr(config, field, False)
         found |= _described(config, checkpoint, entry)
         if target is not None:
-            facts = target_facts(target)
-            check_fits(config, facts.config)
-            found["fits"] = str(facts.name_or_path or type(facts.config).__name__)
+            known = target_config(target)
+            found["fits"] = known.name_or_path or type(known).__name__
     except ValueError as error:
         return DraftReport(checkpoint.name, found, str(error))
     return DraftReport(checkpoint.name, found)
