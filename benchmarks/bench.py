@@ -17,7 +17,7 @@ import types
 import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -327,7 +327,7 @@ def acceptance(
     found = evaluate(target, draft, {"prompts": texts}, tokenizer, batch_size=32, seed=seed, **options)
     if found.failed:
         raise ValueError(f"{len(found.failed)} prompts failed; the first: {found.failed[0].error}")
-    metrics = found.metrics["prompts"].to_dict()
+    metrics = asdict(found.metrics["prompts"])
     rates = [None if rate is None else round(rate, 4) for rate in metrics["acceptance"]]
     counts = {name: metrics[name] for name in ("prompts", "rounds", "tokens")}
     return {"tau": round(metrics["tau"], 4), "acceptance": rates, **counts}

@@ -11,7 +11,7 @@ import numpy as np
 from transformers import TextStreamer
 from transformers.utils.logging import tqdm
 
-from hf_dspark.data.prompts import Prompt, PromptFile, as_chat, read_prompt_file, with_thinking
+from hf_dspark.data.prompts import Prompt, as_chat, read_prompt_file, read_prompts
 from hf_dspark.decoding.attach import attach
 from hf_dspark.decoding.hook import default_policy
 from hf_dspark.measuring.decode_prompts import decode_prompts
@@ -19,7 +19,7 @@ from hf_dspark.measuring.metrics import Metrics
 from hf_dspark.measuring.regenerate import regenerate
 from hf_dspark.measuring.results import describe_sampling
 from hf_dspark.measuring.tables import markdown_table, number
-from hf_dspark.measuring.timed_decoding import Answer, PlainAnswer, decoding_as
+from hf_dspark.measuring.timed_decoding import Answer, decoding_as
 from hf_dspark.models.prompt_lookup import PromptLookup
 from hf_dspark.scheduling.policies import FullBlock
 from hf_dspark.scheduling.rounds import Rounds
@@ -40,19 +40,16 @@ SEVERAL_KINDS = (  # raced where no prompt is given
 
 def read_given(options: Namespace, console: Console) -> tuple[list[Prompt], list[str]]:
     """Return the prompts of a command, and the lines of its file that are left out."""
-    if options.prompts_file is not None:
-        read = read_prompt_file(options.prompts_file, options.num_prompts, several_turns=False)
-    else:
-        read = PromptFile([Prompt(word) for word in options.prompts or [sys.stdin.read().rstrip("\n")]], [])
-    if not all(prompt.content for prompt in read.prompts):
-        raise ValueError("a prompt is empty: give it as a word, as --prompts_file, or on stdin")
+    if options.prompts_file is None:
+        return read_prompts(options.prompts or [sys.stdin.read().rstrip("\n")]), []
+    read = read_prompt_file(options.prompts_file, options.num_prompts, several_turns=False)
     return read.prompts, note_faults(console, read)
 
 
 def run_generate(options: Namespace, console: Console) -> bool:
     read, faults = read_given(options, console)
     target, tokenizer, draft = load_models(options)
-    prompts = [with_thinking(as_chat(prompt, tokenizer), options.enable_thinking) for prompt in read]
+    prompts = [as_chat(prompt, tokenizer, options.enable_thinking) for prompt in read]
     kwargs = generate_kwargs(options, target)
     policy = choose_policy(options.policy, target, draft)
     draft.decoding = replace(draft.decoding, policy=policy)
@@ -108,7 +105,7 @@ def run_race(options: Namespace, console: Console) -> bool:
     if draft is not None:
         ways["draft, whole blocks"] = draft, FullBlock(), {}
         ways["draft, by default"] = draft, default_policy(draft, target), {}
-    prompts = [with_thinking(as_chat(prompt, tokenizer), options.enable_thinking) for prompt in read]
+    prompts = [as_chat(prompt, tokenizer, options.enable_thinking) for prompt in read]
     answers: dict[str, list[Answer]] = {name: [] for name in ways}
     for place, prompt in enumerate(tqdm([prompts[0], *prompts], disable=not console.progress, unit="prompt")):
         for name, (drafter, policy, more) in ways.items():
@@ -117,8 +114,7 @@ def run_race(options: Namespace, console: Console) -> bool:
                 (answer,) = decode_prompts(target, {"": [prompt]}, tokenizer, drafter, **asked)
             plain = (*answers["plain"], answer)[place]
             same = None if sampling["do_sample"] else answer.token_ids == plain.token_ids
-            beside = PlainAnswer(len(plain.token_ids), plain.prefill_seconds, plain.seconds, same)
-            answers[name].append(replace(answer, index=place, plain=beside))
+            answers[name].append(replace(answer, index=place, plain=plain, identical=same))
     answers = {name: given[1:] for name, given in answers.items()}  # the first one warmed up
     block_size = 0 if draft is None else draft.config.block_size
     found = {name: Metrics.of(given, block_size) for name, given in answers.items()}
@@ -126,7 +122,7 @@ def run_race(options: Namespace, console: Console) -> bool:
     chosen = {name: _choice(answers[name]) for name in ("prompt lookup", "draft, by default") if name in ways}
     told = "\n".join(f"{name}: {choice}" for name, choice in chosen.items())
     console.show(f"{_race_table(found, answers)}\n\n{told}\nfastest: {best}")
-    ways = {name: part.to_dict() for name, part in found.items()}
+    ways = {name: asdict(part) for name, part in found.items()}
     console.document({"ways": ways, "fastest": best, "chosen": chosen, "sampling": sampling, "skipped_lines": faults})
     return True
 
@@ -145,7 +141,7 @@ def _race_table(found: Mapping[str, Metrics], answers: Mapping[str, Sequence[Ans
 def _choice(answers: Sequence[Answer]) -> str:
     """Say what a scheduler sent, what it brought, and what that took: that is what it goes by."""
     rounds = Rounds.joined(answer.rounds for answer in answers)
-    step = sum(answer.plain.seconds for answer in answers) / sum(answer.plain.num_tokens for answer in answers)
+    step = sum(each.plain.seconds for each in answers) / sum(len(each.plain.token_ids) for each in answers)
     facts = zip(rounds.proposed, rounds.depths, rounds.committed, rounds.seconds, strict=True)
     sent = [(nodes, nodes > depth, tokens, each.total) for nodes, depth, tokens, each in facts if nodes]
     if not sent:

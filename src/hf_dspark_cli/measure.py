@@ -1,6 +1,5 @@
 """`hf-dspark eval`, `calibrate` and `profile`: measurements, and the result files that cards are made of."""
 
-import os
 from argparse import Namespace
 from contextlib import nullcontext
 from dataclasses import asdict
@@ -8,7 +7,8 @@ from datetime import datetime, timezone
 from pathlib import Path
 
 from hf_dspark.cpu import fast_linears
-from hf_dspark.data.prompts import read_prompt_file, suite_files, with_thinking
+from hf_dspark.data.prompts import as_chat, read_prompt_file, suite_files
+from hf_dspark.files import require_writable
 from hf_dspark.formats.checkpoint import Checkpoint
 from hf_dspark.formats.translate import recognise
 from hf_dspark.hub.repository import RESULTS_FOLDER
@@ -21,7 +21,7 @@ from hf_dspark.models.auto import load_draft
 from hf_dspark.scheduling.step_costs import cache_folder, find_cost
 
 from . import Console
-from .models import choose_policy, generate_kwargs, load_models, note_faults, require_roles, values_of
+from .models import choose_policy, generate_kwargs, load_models, note_faults, values_of
 
 
 def run_eval(options: Namespace, console: Console) -> bool:
@@ -34,9 +34,7 @@ def run_eval(options: Namespace, console: Console) -> bool:
     kwargs = values_of(options, "batch_size", "seed", "enable_thinking", "packed") | generate_kwargs(options, target)
     if options.policy is not None:
         kwargs["policy"] = choose_policy(options.policy, target, draft)
-    found = evaluate(
-        target, draft, files, tokenizer, options.result_file, compare_plain=options.compare, **kwargs
-    )  # fmt: skip
+    found = evaluate(target, draft, files, tokenizer, options.result_file, compare_plain=options.compare, **kwargs)
     console.show(found.table())
     malformed = {(name, fault.line) for name, file in files.items() for fault in file.faults}
     unanswered = [part for part in found.failed if (part.task, part.line) not in malformed]
@@ -48,18 +46,16 @@ def run_eval(options: Namespace, console: Console) -> bool:
 
 
 def run_calibrate(options: Namespace, console: Console) -> bool:
-    require_roles(options)
     folder = Path(options.output_dir or options.draft)
     if options.output_dir is None and (not folder.is_dir() or recognise(Checkpoint(folder).config) is not None):
         where = "in a format that has no place for temperatures" if folder.is_dir() else "on the Hub"
         raise ValueError(f"--draft {folder} is {where}: name the folder of the calibrated draft with --output_dir")
-    if folder.exists() and not os.access(folder, os.W_OK):
-        raise ValueError(f"{folder} cannot be written to: name another place with --output_dir")
+    require_writable(folder)
     read = read_prompt_file(options.prompts_file, options.num_prompts)
     faults = note_faults(console, read)
     target, tokenizer, draft = load_models(options)
     kwargs = generate_kwargs(options, target)
-    prompts = [with_thinking(prompt, options.enable_thinking) for prompt in read.prompts]
+    prompts = [as_chat(prompt, tokenizer, options.enable_thinking) for prompt in read.prompts]
     files = {"output_file": options.rounds_file, "seed": options.seed}
     report = calibrate(target, draft, prompts, tokenizer, options.domain, **files, **kwargs)
     # The config first: where the result is, the calibration is done. It is read again, and so are weights that are

@@ -5,13 +5,8 @@ from argparse import Namespace
 from typing import Any
 
 import torch
-from transformers import (
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    BitsAndBytesConfig,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-)
+from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig, PreTrainedModel
+from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from hf_dspark.cpu.small_batch_gemm import lacks_bfloat16
 from hf_dspark.data.prompts import PromptFile
@@ -33,7 +28,7 @@ def require_roles(options: Namespace) -> None:
         raise ValueError(f"--target {options.target} is a draft, --draft is {options.draft}: {cure}")
 
 
-def load_models(options: Namespace) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, DraftModel | None]:
+def load_models(options: Namespace) -> tuple[PreTrainedModel, Tokenizer, DraftModel | None]:
     """Load what `--target` and `--draft` name. The draft is small, so that mistakes show soon."""
     require_roles(options)
     if options.draft is None:
@@ -46,7 +41,7 @@ def load_models(options: Namespace) -> tuple[PreTrainedModel, PreTrainedTokenize
         raise ValueError(f"the draft {options.draft} does not fit the target {options.target}: {error}") from error
 
 
-def load_target(options: Namespace) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+def load_target(options: Namespace) -> tuple[PreTrainedModel, Tokenizer]:
     """Load a target as it is asked for, and its tokenizer. An error names it, as those of libraries need not."""
     try:
         return _load_target(options)
@@ -55,7 +50,7 @@ def load_target(options: Namespace) -> tuple[PreTrainedModel, PreTrainedTokenize
         raise kind(f"--target {options.target} cannot be used: {str(error) or type(error).__name__}") from error
 
 
-def _load_target(options: Namespace) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+def _load_target(options: Namespace) -> tuple[PreTrainedModel, Tokenizer]:
     hub = {"revision": options.target_revision, "trust_remote_code": options.trust_remote_code}
     tokenizer = AutoTokenizer.from_pretrained(options.target, **hub)
     if len(tokenizer) <= len(tokenizer.all_special_tokens):
@@ -74,11 +69,8 @@ def _load_target(options: Namespace) -> tuple[PreTrainedModel, PreTrainedTokeniz
         device_map = here
     target = AutoModelForCausalLM.from_pretrained(options.target, dtype=options.dtype, device_map=device_map, **hub)
     if target.device.type == "cpu" and target.dtype == torch.bfloat16 and lacks_bfloat16():
-        warnings.warn(
-            "this processor has no units for bfloat16: products of several rows take 4 to 7 times as long as in "
-            "float32. Give --dtype float32",
-            stacklevel=2,
-        )
+        slow = "products of several rows take 4 to 7 times as long as in float32"
+        warnings.warn(f"this processor has no units for bfloat16: {slow}. Give --dtype float32", stacklevel=2)
     return target.eval(), tokenizer
 
 

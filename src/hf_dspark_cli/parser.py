@@ -448,9 +448,8 @@ def model(name: str) -> str:
         if not any((path / file).is_file() for file in ("config.json", "adapter_config.json")):
             raise ArgumentTypeError(f"the folder {name} holds no model, which needs a config.json")
     elif path.exists() or name.count("/") > 1 or name.startswith((".", "/", "~")) or "\\" in name:
-        raise ArgumentTypeError(
-            f"{name} is a file, a folder is needed" if path.is_file() else f"there is no folder {name}"
-        )
+        fault = f"{name} is a file, a folder is needed" if path.is_file() else f"there is no folder {name}"
+        raise ArgumentTypeError(fault)
     return name
 
 

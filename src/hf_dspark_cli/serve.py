@@ -106,12 +106,8 @@ def _schema_of(body: Mapping[str, Any]) -> dict[str, Any] | None:
             return {**(asked.get("json_schema") or asked)["schema"]}
         return None if asked is None else {"text": None, "json_object": {"type": "object"}}[asked["type"]]
     except (AttributeError, KeyError, TypeError, ValueError) as error:
-        forms = (
-            '{"type": "text"}, {"type": "json_object"} or {"type": "json_schema", "json_schema": {"schema": {...}}}'
-        )
-        raise ValueError(
-            f"the format of an answer is one of {forms}; in /responses, the schema is not in json_schema"
-        ) from error
+        known = 'json_schema, with {"json_schema": {"schema": {...}}} (in /responses, the schema beside the type)'
+        raise ValueError(f"the type of a format is text, json_object or {known}") from error
 
 
 def run_serve(options: Namespace, console: Console) -> bool:

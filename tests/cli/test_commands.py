@@ -19,7 +19,7 @@ from hf_dspark import DSparkDraftModel, Eagle3DraftModel
 from hf_dspark.data.prompts import SUITES
 from hf_dspark.measuring import decode_prompts as driver
 from hf_dspark.measuring.results import read_results
-from hf_dspark.measuring.timed_decoding import Answer, PlainAnswer
+from hf_dspark.measuring.timed_decoding import Answer
 from hf_dspark.scheduling.rounds import Rounds, RoundSeconds
 from hf_dspark_cli import Console, _full_disk, main, train
 from hf_dspark_cli.generate import SEVERAL_KINDS, _choice
@@ -126,7 +126,8 @@ def test_a_race_says_what_the_scheduler_sent(proposed, said):
         request_ids=[0] * 3, proposed=proposed, depths=[min(each, 3) for each in proposed], accepted=[0] * 3,
         committed=[2] * 3, confidence=[None] * 3, seconds=[RoundSeconds(1, 0.0, 0.1, 0.2)] * 3,
     )  # fmt: skip
-    choice = _choice([Answer("", 0, 0, rounds=rounds, plain=PlainAnswer(10, 0.0, 1.0, True))])
+    plain = Answer("", 0, 0, token_ids=[5] * 10, seconds=1.0)
+    choice = _choice([Answer("", 0, 0, rounds=rounds, plain=plain)])
     assert said in choice and ("took 2.00 plain steps" in choice) == any(proposed)
 
 
@@ -308,7 +309,7 @@ def test_a_calibration_whose_config_cannot_be_written_leaves_no_result(refusal, 
     assert main(shlex.split(words)) == 1
     assert not Path("draft/results").exists()
     monkeypatch.setattr("os.access", lambda path, mode: str(path) != "draft")
-    assert "draft cannot be written to: name another place with --output_dir" in refusal(words)
+    assert "draft cannot be written (draft is read-only, or no folder): name another place" in refusal(words)
 
 
 def test_calibrate_changes_the_config_alone_or_fills_another_folder(answer, refusal):
@@ -461,7 +462,7 @@ WRONG = {
     "no prompts": (f"eval {PAIR} --prompts empty.jsonl", "empty.jsonl holds no prompt"),
     "missing prompts": (f"generate {PAIR} --prompts_file nowhere.jsonl", "there is no file nowhere.jsonl"),
     "two tasks of one name": (f"eval {PAIR} --prompts a=prompts.jsonl a=empty.jsonl", "names a task twice"),
-    "empty prompt": (f"generate {PAIR} ''", "a prompt is empty"),
+    "empty prompt": (f"generate {PAIR} ''", "prompt 0: the prompt is empty"),
     "a format of nobody": ("convert --to onnx draft out", "onnx"),
     "full folder": ("convert --to deepspec draft target", "target holds something already"),
     "policy of no draft": (

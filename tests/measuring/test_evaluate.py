@@ -145,8 +145,8 @@ def test_plain_decoding_of_the_same_turns_is_compared(pair, text_tokenizer, batc
     speedup = found.metrics["t"].speedup
     assert speedup.identical == 6 == found.metrics["t"].turns  # float32
     assert speedup.lower_quartile <= speedup.median <= speedup.upper_quartile and speedup.ratio_of_medians > 0
-    assert all(record.plain.num_tokens == len(record.token_ids) for record in found.answers)
-    assert speedup.best_tokens == found.metrics["t"].tokens == sum(record.plain.num_best for record in found.answers)
+    assert all(len(record.plain.token_ids) == len(record.token_ids) for record in found.answers)
+    assert speedup.best_tokens == found.metrics["t"].tokens == sum(record.num_best for record in found.answers)
     assert "| 6 of 6 turns | 120 of 120 tokens |" in found.table() == str(found)
     assert "128 units in the last place of float32" in found.table() and found.facts["rounding"] in found.table()
     sampled = evaluate(*pair, {"t": TEXTS[:2]}, text_tokenizer, compare_plain=True, **SAMPLED)
@@ -203,7 +203,7 @@ def test_malformed_lines_and_prompts_that_do_not_fit_are_named_and_the_rest_runs
     ]  # fmt: skip
     errors = [part.error for part in found.failed]
     assert errors[0].startswith("is not JSON") and "'turns' must be" in errors[1]
-    assert "a prompt of 300 tokens leaves no room for an answer in the target's context of 256" in errors[2]
+    assert "a prompt of 300 tokens leaves no room in the target's context of 256" in errors[2]
     assert errors[3].startswith("turn 2: a prompt of 30")
     assert "the tokenizer refuses" in errors[4] and errors[5].startswith("is not JSON: maximum recursion")
     assert [(part.group, part.index, part.turn) for part in found.answers] == [

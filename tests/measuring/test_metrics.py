@@ -1,13 +1,14 @@
 """Metrics of turns, against counts made by hand."""
 
 import json
+from dataclasses import asdict
 
 import pytest
 import torch
 
 from hf_dspark import Rounds
 from hf_dspark.measuring.metrics import Metrics, metrics_by_task, metrics_table
-from hf_dspark.measuring.timed_decoding import Answer, PlainAnswer
+from hf_dspark.measuring.timed_decoding import Answer
 from hf_dspark.scheduling.calibration import expected_calibration_error, roc_auc
 from hf_dspark.scheduling.rounds import RoundSeconds
 
@@ -73,15 +74,16 @@ def test_rounds_that_drafted_nothing_say_nothing_of_calibration():
     record = turn([2, 0, 1, 2], [1, 0, 1, 0], [[0.5, 0.5], None, [1.0, 0.0], [0.9, 0.9]])
     found = Metrics.of([record], 2)
     assert [part.num_rounds for part in found.calibration] == [3, 2]
-    assert json.dumps(found.to_dict(), allow_nan=False)
+    assert json.dumps(asdict(found), allow_nan=False)
     alone = Metrics.of([turn([2, 0], [1, 0], [None, None])], 2)
     assert alone.ece_mean is None and alone.calibration == []
 
 
 def test_speed_up_is_the_ratio_of_medians_with_the_quartiles_of_the_turns():
     def pair(place, plain_seconds, identical):
-        plain = PlainAnswer(10, 0.5, plain_seconds, identical, 10 if identical else 9)
-        return turn([], [], index=place, token_ids=[5] * 10, seconds=10.0, plain=plain)
+        said = {"identical": identical, "num_best": 10 if identical else 9}
+        plain = turn([], [], token_ids=[5] * 10, seconds=plain_seconds)
+        return turn([], [], index=place, token_ids=[5] * 10, seconds=10.0, plain=plain, **said)
 
     records = [pair(place, 10.0 * factor, factor != 4) for place, factor in enumerate((1, 2, 3, 4, 10))]
     found = Metrics.of(records, 4).speedup
@@ -89,7 +91,7 @@ def test_speed_up_is_the_ratio_of_medians_with_the_quartiles_of_the_turns():
     assert (found.lower_quartile, found.upper_quartile) == (2.0, 4.0)
     assert found.plain_tokens_per_second == 50 / 200
     assert found.identical == 4 and found.best_tokens == 49
-    sampled = [turn([], [], token_ids=[5], plain=PlainAnswer(1, 0.5, 2.0, None))]
+    sampled = [turn([], [], token_ids=[5], plain=turn([], [], token_ids=[6]))]
     assert Metrics.of(sampled, 4).speedup.identical is Metrics.of(sampled, 4).speedup.best_tokens is None
 
 
@@ -104,5 +106,5 @@ def test_tasks_are_summed_up_alone_and_together():
 
 
 def test_a_record_survives_json():
-    record = turn([2, 1], [1, 1], [[0.25, 0.5], None], plain=PlainAnswer(3, 0.1, 0.2, True))
+    record = turn([2, 1], [1, 1], [[0.25, 0.5], None], plain=turn([], []), identical=True)
     assert Answer.from_dict(json.loads(json.dumps(record.to_dict()))).to_dict() == record.to_dict()

@@ -173,7 +173,7 @@ def test_learned_positions_are_never_exceeded(tokenizer, tmp_path, drafting):
 def test_wrong_options_are_raised_before_anything_is_written(run, options, words):
     with pytest.raises(ValueError, match=words):
         run(**options)
-    with pytest.raises(TypeError, match="target is the name 'org/model': load the model"):
+    with pytest.raises(TypeError, match="got the name 'org/model': load it"):
         regenerate("org/model", PROMPTS, None, run.path)
     assert not run.path.exists()
 

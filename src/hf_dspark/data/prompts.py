@@ -145,11 +145,17 @@ def as_messages(prompt: Prompt) -> Prompt:
     return prompt
 
 
-def as_chat(prompt: Prompt, processing_class: PreTrainedTokenizerBase | None) -> Prompt:
+def as_chat(
+    prompt: Prompt, processing_class: PreTrainedTokenizerBase | None, enable_thinking: bool | None = None
+) -> Prompt:
     """Make a text a user's message if there is a chat template; a conversation one text if there is none.
 
-    A text that begins with a special token has gone through the template already.
+    A text that begins with a special token has gone through the template already. The template is told whether to
+    think, if that is given and the prompt does not say it.
     """
+    if enable_thinking is not None:
+        kwargs = {"enable_thinking": enable_thinking, **(prompt.chat_template_kwargs or {})}
+        prompt = replace(prompt, chat_template_kwargs=kwargs)
     has_template, is_text = bool(getattr(processing_class, "chat_template", None)), isinstance(prompt.content, str)
     if prompt.is_token_ids or (is_text and not has_template):
         return prompt
@@ -158,15 +164,6 @@ def as_chat(prompt: Prompt, processing_class: PreTrainedTokenizerBase | None) ->
         special = tuple(str(each) for each in added.values() if each.special)
         return prompt if is_text and prompt.content.startswith(special) else as_messages(prompt)
     return replace(prompt, content=BETWEEN_TURNS.join(str(message.get("content") or "") for message in prompt.content))
-
-
-def with_thinking(prompt: Prompt, enable_thinking: bool | None) -> Prompt:
-    """Tell the chat template whether to think, unless the prompt does."""
-    if enable_thinking is None:
-        return prompt
-    return replace(
-        prompt, chat_template_kwargs={"enable_thinking": enable_thinking, **(prompt.chat_template_kwargs or {})}
-    )
 
 
 def token_ids(prompt: Prompt, processing_class: PreTrainedTokenizerBase | None) -> list[int]:
@@ -203,7 +200,7 @@ def _content(value: Any) -> str | list[dict[str, Any]] | list[int]:
         hint = ": pass [prompt] for a single one" if isinstance(value, int) else ""
         raise FormError(f"a prompt must be {FORMS}, got {shortened(value)}{hint}")
     if not value:
-        raise ValueError("the prompt is empty")
+        raise ValueError("the prompt is empty: give at least one token")
     if isinstance(value, str):
         return value
     if len(value) == 1 and isinstance(value[0], list):  # a batch of one

@@ -146,20 +146,17 @@ def collect_rounds(
     if not draft.config.enable_confidence_head:
         raise ValueError("this draft has no confidence head (config.enable_confidence_head is False)")
     # A prompt's first token is the target's own, and so is the last one of a round.
-    options = with_limit(target, {"max_new_tokens": DEFAULT_NEW_TOKENS} | generate_kwargs)
+    options = with_limit(target, generate_kwargs, DEFAULT_NEW_TOKENS)
     limit, needed = effective_config(target, options).max_new_tokens, draft.config.block_size + 2
     if limit is not None and limit < needed:
-        raise ValueError(
-            f"answers of max_new_tokens={limit} have no room for a whole block of {draft.config.block_size} draft "
-            f"tokens: give {needed} or more"
-        )
+        whole = f"a whole block of {draft.config.block_size} draft tokens"
+        raise ValueError(f"answers of max_new_tokens={limit} have no room for {whole}: give {needed} or more")
 
-    def record(outcome: RoundOutcome) -> list[dict[str, Any]]:
+    def observe(outcome: RoundOutcome) -> None:
         """Keep what a round says; its logits over the vocabulary would soon fill the memory."""
-        if not outcome.drafted:
-            return []
-        found = recorded_round(outcome, draft.config.block_size)
-        return [{name: value.tolist() for name, value in vars(found).items()}]
+        if outcome.drafted:
+            found = recorded_round(outcome, draft.config.block_size)
+            rounds.append({name: value.tolist() for name, value in vars(found).items()})
 
     read = [as_chat(row, processing_class) for row in read_prompts(prompts)]
     first_turns = [token_ids(prompt, processing_class) for prompt in read]  # fails before anything is decoded
@@ -180,8 +177,7 @@ def collect_rounds(
         found = {("", entry["index"], entry["turn"]): entry for entry in journal.entries}
     # On the call, so that a threshold in the target's generation config does not count.
     options |= {"assistant_confidence_threshold": 0.0, "num_assistant_tokens": draft.config.block_size}
-    observer = lambda outcome: rounds.extend(record(outcome))  # noqa: E731
-    with decoding_as(draft, policy=FullBlock(), prompt_lookup=False, domain=None, observer=observer):
+    with decoding_as(draft, policy=FullBlock(), prompt_lookup=False, domain=None, observer=observe):
         for answer in decode_prompts(
             target, {"": read}, processing_class, draft, seed=seed, raise_errors=True, progress="collecting rounds",
             done={key: entry["token_ids"] for key, entry in found.items()}, **options,

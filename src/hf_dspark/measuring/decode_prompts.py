@@ -18,10 +18,10 @@ from ..data.conversations import tokenizer_of
 from ..data.prompts import Prompt, next_turn, token_ids
 from ..decoding.call import effective_config
 from ..decoding.many import generate_many
-from ..files import digest
+from ..files import digest, one_line
 from ..models.modeling_draft import DraftModel
 from .rounding import count_best
-from .timed_decoding import Answer, Key, PlainAnswer, end_token_ids, timed_call
+from .timed_decoding import Answer, Key, end_token_ids, timed_call
 
 
 class NoRoomError(ValueError):
@@ -68,9 +68,14 @@ def decode_prompts(
             yield answer
 
 
-def with_limit(target: PreTrainedModel, generate_kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return options without a `max_new_tokens=None`, which leaves the length of answers to the target's generation
-    config; a `ValueError` if that says nothing either."""
+def with_limit(
+    target: PreTrainedModel, generate_kwargs: Mapping[str, Any], default: int | None = None
+) -> dict[str, Any]:
+    """Return options that limit answers: by `max_new_tokens`, `default` unless they say it, or, where it is `None`, as
+    the target's generation config says; a `ValueError` if that has no limit."""
+    given = generate_kwargs.get("generation_config")  # a default beside it would come before its own
+    if default is not None and (given is None or given.max_new_tokens is None):
+        generate_kwargs = {"max_new_tokens": default} | generate_kwargs
     options = {name: each for name, each in generate_kwargs.items() if name != "max_new_tokens" or each is not None}
     config = effective_config(target, options)
     if config.max_new_tokens is None and config.max_length is None:
@@ -141,10 +146,8 @@ class _Driver:
         try:
             answer = replace(answer, prompt_ids=token_ids(prompt, self.processing_class))
             if self._room(answer) < 1:
-                raise NoRoomError(
-                    f"a prompt of {len(answer.prompt_ids)} tokens leaves no room for an answer in the target's "
-                    f"context of {self.context}: shorten it"
-                )
+                length = f"a prompt of {len(answer.prompt_ids)} tokens"
+                raise NoRoomError(f"{length} leaves no room in the target's context of {self.context}: shorten it")
         except ValueError as error:
             if self.raise_errors:
                 raise
@@ -162,11 +165,9 @@ class _Driver:
             answered = self._answered(call)
         except Exception as error:  # whatever is wrong with a prompt, the others go on
             if len(call) > 1:
-                warnings.warn(
-                    f"{len(call)} prompts could not be decoded together ({' '.join(str(error).split())}): each is "
-                    "decoded alone, and timed so. If memory is short, lower batch_size",
-                    stacklevel=2,
-                )
+                failed = f"{len(call)} prompts could not be decoded together ({one_line(error)})"
+                cure = "each is decoded alone, and timed so. If memory is short, lower batch_size"
+                warnings.warn(f"{failed}: {cure}", stacklevel=2)
                 answered = None
             elif self.raise_errors:
                 raise
@@ -187,13 +188,10 @@ class _Driver:
         return [self._compared(own, other, options) for own, other in zip(drafted, plain, strict=True)]
 
     def _compared(self, answer: Answer, plain: Answer | None, options: Mapping[str, Any]) -> Answer:
-        if plain is None:
-            return answer
-        new, same, best = plain.token_ids, None, None
-        if not self.config.do_sample:
-            same = new == answer.token_ids
-            best = count_best(self.target, answer.prompt_ids, answer.token_ids, new, **options)
-        return replace(answer, plain=PlainAnswer(len(new), plain.prefill_seconds, plain.seconds, same, best))
+        if plain is None or self.config.do_sample:
+            return replace(answer, plain=plain)
+        best = count_best(self.target, answer.prompt_ids, answer.token_ids, plain.token_ids, **options)
+        return replace(answer, plain=plain, identical=answer.token_ids == plain.token_ids, num_best=best)
 
     def decode_queue(self, prompts: Mapping[str, Sequence[Prompt]], done: Mapping) -> Iterator[Answer]:
         """Decode all prompts by `generate_many`; noise is keyed by the seed and the place among all of them."""

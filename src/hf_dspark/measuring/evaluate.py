@@ -10,7 +10,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..cpu import fast_linears
 from ..data.conversations import tokenizer_of
-from ..data.prompts import Prompt, PromptFile, as_chat, read_prompt_file, several, token_ids, with_thinking
+from ..data.prompts import Prompt, PromptFile, as_chat, read_prompt_file, several, token_ids
 from ..decoding.call import effective_config
 from ..decoding.many import refuse_made_here
 from ..files import Journal, digest, one_line, plain_json
@@ -58,18 +58,17 @@ class Evaluation:
     def to_dict(self) -> dict[str, Any]:
         """Return what the result file holds; kind and provenance only if a file was written."""
         return self.facts | {
-            "tasks": {name: part.to_dict() for name, part in self.metrics.items()},
+            "tasks": {name: asdict(part) for name, part in self.metrics.items()},
             "failed": [asdict(part) for part in self.failed],
         }
-
-    def __str__(self) -> str:
-        return self.table()
 
     def table(self) -> str:
         """Return a Markdown table, one row per task; `all` only if there are several."""
         shown = {name: part for name, part in self.metrics.items() if name != ALL or len(self.metrics) > 2}
         rounding = self.facts["rounding"]
         return metrics_table(shown) + (f"\n\nBest up to rounding: {rounding}." if rounding else "")
+
+    __str__ = table
 
 
 def evaluate(
@@ -147,13 +146,10 @@ def evaluate(
         models.append(draft.bind(target))
         policy = policy or FullBlock()
     refuse_made_here("evaluate", target, generate_kwargs, max_length="use max_new_tokens", **CUT_OFFS)
-    given = generate_kwargs.get("generation_config")  # a default beside it would come before its own
-    length = None if given is None else given.max_new_tokens
-    chosen = {"max_new_tokens": DEFAULT_NEW_TOKENS if length is None else length} | generate_kwargs
-    options = with_limit(target, chosen)
+    options = with_limit(target, generate_kwargs, DEFAULT_NEW_TOKENS)
     read = {name: _read_task(name, task) for name, task in tasks.items()}
     prompts = {
-        name: [with_thinking(as_chat(prompt, processing_class), enable_thinking) for prompt in part.prompts]
+        name: [as_chat(prompt, processing_class, enable_thinking) for prompt in part.prompts]
         for name, part in read.items()
     }
     sampling = describe_sampling(options, target, seed)

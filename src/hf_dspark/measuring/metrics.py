@@ -3,7 +3,7 @@
 import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -83,10 +83,6 @@ class Metrics:
             speedup=speedup(answers),
         )
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return what a JSON file holds."""
-        return asdict(self)
-
 
 def metrics_by_task(answers: Sequence[Answer], tasks: Iterable[str], block_size: int) -> dict[str, Metrics]:
     """Return the metrics of each task, and of `all` of them together."""
@@ -107,15 +103,15 @@ def speedup(answers: Iterable[Answer]) -> Speedup | None:
     if not pairs:
         return None
     drafted = [answer.seconds / len(answer.token_ids) for answer, _ in pairs]
-    plain = [turn.seconds / turn.num_tokens for _, turn in pairs]
+    plain = [turn.seconds / len(turn.token_ids) for _, turn in pairs]
     ratios = torch.tensor([slow / fast for slow, fast in zip(plain, drafted, strict=True)], dtype=torch.double)
     quartiles = ratios.quantile(torch.tensor([0.25, 0.5, 0.75], dtype=torch.double)).tolist()
-    same = [turn.identical for _, turn in pairs if turn.identical is not None]
-    best = [turn.num_best for _, turn in pairs]
+    same = [answer.identical for answer, _ in pairs if answer.identical is not None]
+    best = [answer.num_best for answer, _ in pairs]
     return Speedup(
         statistics.median(plain) / statistics.median(drafted),
         *quartiles,
-        plain_tokens_per_second=sum(turn.num_tokens for _, turn in pairs) / sum(turn.seconds for _, turn in pairs),
+        plain_tokens_per_second=sum(len(turn.token_ids) for _, turn in pairs) / sum(turn.seconds for _, turn in pairs),
         identical=sum(same) if same else None,
         best_tokens=None if None in best else sum(best),
     )
@@ -131,7 +127,7 @@ def metrics_table(metrics: Mapping[str, Metrics]) -> str:
 def comparison_table(before: Mapping[str, Mapping[str, Any]], after: Mapping[str, Mapping[str, Any]]) -> str:
     """Return a Markdown table of tau and of the acceptance at the first and last position, before and after.
 
-    `before` and `after` are metrics of the same tasks, as [`Metrics.to_dict`] returns them.
+    `before` and `after` are metrics of the same tasks, as a result file holds them.
     """
     rows = []
     for name, old in before.items():

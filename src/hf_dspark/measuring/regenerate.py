@@ -9,10 +9,11 @@ from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ..data.prompts import Prompt, as_chat, read_prompts, token_ids, with_thinking
+from ..data.prompts import Prompt, as_chat, read_prompts, token_ids
 from ..decoding.call import effective_config
 from ..decoding.many import refuse_made_here
 from ..files import Journal, digest, plain_json
+from ..models.auto import require_target
 from ..models.modeling_draft import DraftModel
 from ..targets.fingerprint import fingerprint
 from .decode_prompts import NoRoomError, decode_prompts
@@ -90,8 +91,7 @@ def regenerate(
     """
     if batch_size < 1:
         raise ValueError(f"batch_size must be at least 1, got {batch_size}")
-    if isinstance(target, str):
-        raise TypeError(f"target is the name {target!r}: load the model")
+    require_target(target)
     cures = {"max_length": "use max_new_tokens", "num_return_sequences": "use num_samples"}
     refuse_made_here("regenerate", target, generate_kwargs, **cures)
     read, options = read_prompts(prompts, several_turns=False), dict(generate_kwargs)
@@ -103,15 +103,12 @@ def regenerate(
     if num_samples < 1:
         raise ValueError(f"num_samples must be at least 1, got {num_samples}")
     if num_samples > 1 and not config.do_sample:
-        raise ValueError(
-            f"num_samples={num_samples}, but decoding is greedy, so all answers to a prompt would be the same: pass "
-            "do_sample=True, or num_samples=1"
-        )
+        same = "decoding is greedy, so all answers to a prompt would be the same"
+        raise ValueError(f"num_samples={num_samples}, but {same}: pass do_sample=True, or num_samples=1")
     prompt_ids = []
     for index, prompt in enumerate(read):
         try:
-            chat = with_thinking(as_chat(prompt, processing_class), enable_thinking)
-            prompt_ids.append(token_ids(chat, processing_class))
+            prompt_ids.append(token_ids(as_chat(prompt, processing_class, enable_thinking), processing_class))
         except ValueError as error:
             raise ValueError(f"prompt {index}: {error}") from error
     chosen = config.to_diff_dict() | {name: each for name, each in options.items() if name != "generation_config"}

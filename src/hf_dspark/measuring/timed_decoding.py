@@ -3,7 +3,7 @@
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -21,17 +21,6 @@ Key = tuple[str, int, int]  # group, place of the prompt in it, turn
 
 
 @dataclass(frozen=True)
-class PlainAnswer:
-    """The same turn, decoded by the target alone."""
-
-    num_tokens: int
-    prefill_seconds: float
-    seconds: float
-    identical: bool | None  # whether the tokens are the same; `None` where both are drawn at random
-    num_best: int | None = None  # drafted tokens that are the target's best up to rounding; `None` if not checked
-
-
-@dataclass(frozen=True)
 class Answer:
     """What became of one turn of a prompt."""
 
@@ -44,7 +33,9 @@ class Answer:
     prefill_seconds: float = 0.0  # from the call until its first new token
     seconds: float = 0.0  # its share of the call's duration, in proportion to its tokens
     rounds: Rounds = field(default_factory=Rounds)  # empty without a draft
-    plain: PlainAnswer | None = None  # the turn without a draft, if compared
+    plain: "Answer | None" = None  # the turn without a draft, if compared
+    identical: bool | None = None  # whether it has the same tokens; `None` where both are drawn at random
+    num_best: int | None = None  # tokens that are the target's best up to rounding; `None` if not checked
     error: Exception | None = None  # why it failed
 
     @property
@@ -53,13 +44,13 @@ class Answer:
 
     def to_dict(self) -> dict[str, Any]:
         """Return what a JSON file holds of an answer that did not fail."""
-        kept = vars(self) | {"rounds": self.rounds.to_dict(), "plain": self.plain and asdict(self.plain)}
+        kept = vars(self) | {"rounds": self.rounds.to_dict(), "plain": self.plain and self.plain.to_dict()}
         return {name: value for name, value in kept.items() if name != "error"}
 
     @classmethod
     def from_dict(cls, kept: Mapping[str, Any]) -> "Answer":
         """Read what `to_dict` returned."""
-        plain = None if kept["plain"] is None else PlainAnswer(**kept["plain"])
+        plain = kept["plain"] and cls.from_dict(kept["plain"])
         return cls(**(dict(kept) | {"rounds": Rounds.from_dict(kept["rounds"]), "plain": plain}))
 
 
