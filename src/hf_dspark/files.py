@@ -3,7 +3,7 @@
 import hashlib
 import json
 import os
-import threading
+import secrets
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -72,10 +72,8 @@ class Journal:
                 else:
                     self.entries.append(kept)
         if dropped:
-            rewritten = self.path.with_name(f".{self.path.name}.{os.getpid()}")
-            with self.path.open("rb") as lines, rewritten.open("wb") as copy:
+            with replacing(self.path) as rewritten, self.path.open("rb") as lines, rewritten.open("wb") as copy:
                 copy.writelines(line for number, line in enumerate(lines, 1) if number not in dropped)
-            rewritten.replace(self.path)
 
 
 def require_writable(path: Path) -> None:
@@ -107,18 +105,25 @@ def digest(value: Any) -> str:
 
 def replace_text(path: Path, text: str) -> None:
     """Write a file at once, or not at all. A device or a pipe stays what it is."""
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}")
     with naming(path):
         if path.exists() and not path.is_file():
             path.write_text(text, encoding="utf-8")
             return
-        try:
+        with replacing(path) as unfinished:
             unfinished.write_text(text, encoding="utf-8")
-            unfinished.replace(path)
-        except BaseException:
-            with suppress(OSError):
-                unfinished.unlink()
-            raise
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """Yield where to write a file that takes this place once it is whole; several processes may do so."""
+    unfinished = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
+    try:
+        yield unfinished
+        unfinished.replace(path)
+    except BaseException:
+        with suppress(OSError):
+            unfinished.unlink()
+        raise
 
 
 @contextmanager

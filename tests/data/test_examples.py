@@ -335,7 +335,7 @@ def test_things_that_are_no_dataset_are_refused():
         ("text", "must hold examples"), (5, "must hold examples"),
         (datasets.Dataset.from_dict({"premise": ["a"], "hypothesis": ["b"]}),
          r"columns \['hypothesis', 'premise'\] are not understood"),
-        (foreign, "example 2: token id 64.*vocab_size 64.*own tokenizer"),
+        (foreign, "example 2: token id 64.*vocabulary of 64.*own tokenizer"),
     ):  # fmt: skip
         with pytest.raises(ValueError, match=words):
             prepare_examples(wrong, make_tokenizer(), 2, 64)

@@ -232,7 +232,7 @@ def test_rows_of_tables_and_frames_are_read_as_those_of_lists():
 @pytest.mark.parametrize("speaker", ["qwen3-8b", "narrator"])
 def test_a_conversation_without_the_assistant_names_who_speaks_instead(speaker):
     row = {"conversations": said_by("human", speaker)}
-    with pytest.raises(ValueError, match=f"example 0: no message is the assistant's, but of .'{speaker}'.: call who"):
+    with pytest.raises(ValueError, match=f"example 0: nobody is the assistant, among .'{speaker}'.: call who"):
         prepare_examples([row], make_tokenizer(), 2, 200)
 
 

@@ -62,7 +62,7 @@ def test_resuming_a_stream_that_had_begun_again_says_that_its_place_is_not_known
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             trainer().train(resume_from_checkpoint=str(tmp_path / f"checkpoint-{step}"))
-        assert any("Where it was is not known" in str(each.message) for each in caught) == (step == 3)
+        assert any("where it was is not known" in str(each.message) for each in caught) == (step == 3)
 
 
 def test_resuming_with_other_facts_is_refused(make_trainer, make_draft, target, rows, tmp_path):

@@ -1,7 +1,7 @@
 """Batches of rows: padding that is never read, and documents packed so that little is padding."""
 
 from hf_dspark.training.blocks import anchor_candidates
-from hf_dspark.training.rows import PackedRows, PackedStream, collate, join_documents
+from hf_dspark.training.rows import PackedRows, collate, join_documents, packed_in_order
 
 
 def test_collator_pads_on_the_right_without_supervising_or_attending_the_padding():
@@ -34,7 +34,7 @@ def test_packed_rows_hold_every_document_once_and_fit():
 
 
 def test_a_packed_stream_joins_documents_in_their_order():
-    packed = list(PackedStream(rows_of(5, 4, 3, 8), 10))
+    packed = list(packed_in_order(rows_of(5, 4, 3, 8), 10))
     assert [row["position_ids"] for row in packed] == [[0, 1, 2, 3, 4, 0, 1, 2, 3], [0, 1, 2], list(range(8))]
     assert packed[0]["input_ids"][5:] == [10, 11, 12, 13]
 

@@ -32,7 +32,7 @@ def test_every_kind_of_draft_learns(make_trainer, logged, target, kind):
 
 def test_a_data_set_that_cannot_be_used_is_named(make_trainer, rows):
     for options, message in (
-        ({"data": rows[200:]}, r"train_dataset: the data set is empty: .* such as rows\[200:\] of 100 rows"),
+        ({"data": rows[200:]}, r"train_dataset: the data set is empty \(as rows\[200:\] of 100 rows are\)"),
         ({"eval_data": [{"text": "x"}]}, "eval_dataset: the examples are not tokenised"),
         (
             {"eval_data": {"math": rows, "code": [{"input_ids": [99] * 9}]}},
@@ -304,7 +304,7 @@ def test_mistakes_with_rows_targets_and_arguments_are_named(make_trainer, make_d
     ):
         with pytest.raises(ValueError, match=message):
             make_trainer(data=[row])
-    with pytest.warns(UserWarning, match="the draft's weights are torch.bfloat16, in which small updates are lost"):
+    with pytest.warns(UserWarning, match="small updates are lost in the draft's torch.bfloat16"):
         make_trainer(make_draft(target).bfloat16())
 
     with pytest.raises(ValueError, match="does something to its logits that this draft's config does not say"):
@@ -339,7 +339,7 @@ def test_a_run_of_one_step_trains_and_is_said_to_train_little(make_trainer, logg
         ({"num_anchors": 0}, "num_anchors must be at least 1, got 0"),
         ({"position_decay": -4.0}, "position_decay must be positive or None, got -4.0"),
         ({"packing": True, "max_length": None}, "packing joins documents into rows of max_length tokens"),
-        ({"push_to_hub": True, "hub_strategy": "checkpoint"}, "pickled optimizer states"),
+        ({"push_to_hub": True, "hub_strategy": "checkpoint"}, "pickled states"),
     ],
 )
 def test_arguments_refuse_wrong_values(tmp_path, options, message):

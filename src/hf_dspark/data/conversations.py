@@ -13,17 +13,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from ..files import shortened
-from .spellings import (
-    ROLES,
-    Messages,
-    is_supervised,
-    named,
-    respelt,
-    unseen,
-    with_calls,
-    without_nones,
-    without_wishes,
-)
+from .spellings import ROLES, Messages, is_supervised, map_calls, named, respelt, unseen, without_nones, without_wishes
 
 Spans = list[tuple[int, int]]  # first and after the last
 
@@ -58,9 +48,8 @@ class Chat:
         template = self.template
         if not template:
             raise ValueError(
-                f"tokenizer {self._name} has no chat template, so it cannot read messages: set "
-                "tokenizer.chat_template to the one its model was trained with, or pass examples of 'prompt' and "
-                "'completion' texts"
+                f"tokenizer {self._name} has no chat template, so it cannot read messages: set tokenizer.chat_template"
+                " to that of its model, or pass examples of 'prompt' and 'completion' texts"
             )
         options = {"tokenize": False, "tools": self._tools} | self._kwargs | kwargs
         for name in ("tools", "documents"):
@@ -70,7 +59,7 @@ class Chat:
         for spelling in itertools.chain([plain], respelt(plain)):
             try:
                 text = self.tokenizer.apply_chat_template(spelling, **options)
-                called = with_calls(spelling, named)
+                called = map_calls(spelling, named)
                 named_text = text if called == spelling else self.tokenizer.apply_chat_template(called, **options)
             except Exception as error:  # templates raise what they like
                 failure = failure or error
@@ -83,10 +72,7 @@ class Chat:
             raise ValueError(f"the chat template of {self._name} refuses this conversation: {failure}") from failure
         text, missing = found
         if lost := [what for is_needed, what in missing if is_needed]:
-            raise ValueError(
-                f"the chat template of {self._name} leaves out {lost[0]}: leave this conversation out, or set "
-                "tokenizer.chat_template to one that reads all of it"
-            )
+            raise ValueError(f"the chat template of {self._name} leaves out {lost[0]}: leave this conversation out")
         return text
 
     def rendered_ids(self, text: str) -> list[int]:
@@ -121,9 +107,7 @@ class Chat:
         if not answers:
             roles = {message["role"] for message in messages}
             if "assistant" not in roles and (unknown := roles - {*ROLES.values()}):
-                raise ValueError(
-                    f"no message is the assistant's, but of {sorted(unknown)}: call who answers 'assistant'"
-                )
+                raise ValueError(f"nobody is the assistant, among {sorted(unknown)}: call who answers 'assistant'")
             return [], []
         messages = messages[: answers[-1] + 1]
         whole = self.render(messages)
@@ -168,8 +152,9 @@ class Chat:
         given = []  # what the prompt gives may be marked, too: the header of the turn, an empty thought
         for place in answers:
             with contextlib.suppress(ValueError):  # not every template renders a part
-                begin = 0 if place == answers[0] else self._shared(messages[:place], token_ids)
-                given.append((begin, self._shared(messages[:place], token_ids, add_generation_prompt=True)))
+                begin = 0 if place == answers[0] else self._seam(self.render(messages[:place]), token_ids)
+                prompt = self.render(messages[:place], add_generation_prompt=True)
+                given.append((begin, self._seam(prompt, token_ids)))
         spans = []
         for (begin, end), part in zip(marked[1], parts, strict=True):
             start, end = self._seam(whole[:begin], token_ids, after=True), self._seam(whole[:end], token_ids)
@@ -188,10 +173,6 @@ class Chat:
         middle = len(content) // 2
         return message | {"content": f"{content[:middle]}{_OTHERS}{content[middle:]}"}
 
-    def _shared(self, messages: Messages, token_ids: list[int], **kwargs: Any) -> int:
-        """Return how many tokens a part of a conversation shares with the whole."""
-        return _common_prefix(self.rendered_ids(self.render(messages, **kwargs)), token_ids)
-
     def _marked_by_prefixes(self, messages: Messages, answers: list[int], whole: str, token_ids: list[int]) -> Spans:
         """Return spans of the answers that stand in the whole as they were written."""
         spans = []
@@ -207,7 +188,7 @@ class Chat:
             if answered.startswith(prompt) and whole.startswith(answered):
                 spans.append((self._seam(prompt, token_ids, after=True), self._seam(answered, token_ids)))
             elif is_last:
-                same = _common_prefix(prompt, whole)
+                same = len(os.path.commonprefix([prompt, whole]))
                 near = slice(max(0, same - 20), same + 20)
                 raise ValueError(
                     f"the chat template of {self._name} does not let the answer be found: a prompt with "
@@ -249,16 +230,12 @@ class Chat:
             return
         before, said, _ = self.tokenizer.decode(token_ids).partition(turn[3])
         if said and turn[2] in before:
-            raise ValueError(
-                f"it went through the chat template of {self._name}, which has no tokens that tell who says what: "
-                "pass 'messages', or input_ids with a loss_mask"
-            )
+            raise ValueError(f"no tokens of {self._name}'s template tell who speaks: pass 'messages', or a loss_mask")
 
     def _seam(self, text: str, token_ids: list[int], after: bool = False) -> int:
         """Return how many tokens belong to a text that the whole begins with; one across the seam to neither side."""
         own = self.rendered_ids(text)
-        same = _common_prefix(own, token_ids)
-        return min(len(own) if after else same, len(token_ids))
+        return min(len(own) if after else len(os.path.commonprefix([own, token_ids])), len(token_ids))
 
     def _end_of_turn(self, token_ids: list[int], start: int, end: int) -> int:
         """Return where an answer ends: after its end-of-turn token, before the template's white space."""
@@ -314,8 +291,3 @@ def _turn(tokenizer: PreTrainedTokenizerBase, template: str) -> tuple[tuple[int,
     if not any(map(chat.is_special, ends)) or not (len(header_ids) > 1 or any(map(chat.is_special, header_ids))):
         header_ids = []
     return tuple(header_ids), {*ends, tokenizer.eos_token_id}, question, header
-
-
-def _common_prefix(first: Sequence[Any], second: Sequence[Any]) -> int:
-    """Return how many items two sequences share from the beginning."""
-    return len(os.path.commonprefix([first, second]))

@@ -1,6 +1,7 @@
 """Examples of a data set, as trainers of this field take them, to tokens; those of the target are supervised."""
 
 import itertools
+import re
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set, Sized
@@ -12,19 +13,15 @@ from transformers import PreTrainedTokenizerBase
 
 from ..files import shortened
 from .conversations import Chat
-from .spellings import (
-    MASKS,
-    canonical,
-    conversation,
-    integers,
-    is_row_wanted,
-    read_messages,
-    refuse_beginnings,
-    template_arguments,
-)
+from .spellings import MASKS, canonical, conversation, integers, is_row_wanted, read_messages, template_arguments
 
 IGNORED_LABEL = -100
 STREAM_CHECK = 1000
+# Columns that say by a number of tokens where an answer begins.
+_BEGINS = re.compile(
+    r"(prompt|source|src|context|question|query|instruction|user)_(len|length|size|tokens)$"
+    r"|(answer|response|completion|target)_start"
+)
 
 Tokens = tuple[list[int], list[int]]  # ids, and ones where they are supervised
 
@@ -79,14 +76,13 @@ def _tokenised(given: Mapping[str, Any], chat: Chat) -> Tokens:
             raise ValueError(f"{name} must be zeros and ones, got {shortened(given[name])}")
     for place, label in enumerate(columns.get("labels", ())):
         if label not in (token_ids[place], IGNORED_LABEL):
-            raise ValueError(
-                f"labels must be the token of their own place, or {IGNORED_LABEL} where there is no loss, got {label} "
-                f"for the token {token_ids[place]} in place {place}: do not shift them"
-            )
+            expected = f"{token_ids[place]}, the token there, or {IGNORED_LABEL}"
+            raise ValueError(f"the label in place {place} must be {expected}, got {label}: do not shift labels")
         columns["labels"][place] = label != IGNORED_LABEL
     kept = columns.pop("attention_mask", [1] * len(token_ids))
-    if not columns:
-        refuse_beginnings(given)
+    if not columns and (name := next(filter(_BEGINS.search, given), None)):
+        cure = "pass prompt_ids and completion_ids, or a loss_mask"
+        raise ValueError(f"{name}: {shortened(given[name])} is not read, and all would be trained on: {cure}")
     _refuse_packed(given, kept)
     mask = [int(all(column[place] for column in columns.values())) for place in range(len(token_ids))]
     token_ids, mask = list(itertools.compress(token_ids, kept)), list(itertools.compress(mask, kept))
@@ -118,10 +114,7 @@ def _within_answers(
         return mask
     claimed = [token for token, flag, answer in zip(token_ids, mask, answers, strict=True) if flag and not answer]
     if names and (words := chat.tokenizer.decode(claimed, skip_special_tokens=True).strip()):
-        raise ValueError(
-            f"{names} would train on {shortened(words)}, outside of what the assistant says by the tokenizer's chat "
-            "template: drop it, or pass 'messages'"
-        )
+        raise ValueError(f"{names} would train on {shortened(words)}, beyond what the assistant says: pass 'messages'")
     return [int(flag and answer == 1) for flag, answer in zip(mask, answers, strict=True)]
 
 
@@ -159,10 +152,8 @@ def _prompt_and_completion(given: Mapping[str, Any], chat: Chat) -> Tokens:
         prompt = conversation(given, asked)
         completion = [{"role": "assistant", "content": completion}] if isinstance(completion, str) else completion
     if isinstance(prompt, str) != isinstance(completion, str):
-        raise ValueError(
-            f"{asked} and {said} must be two strings or two lists of messages, got "
-            f"{type(prompt).__name__} and {type(completion).__name__}"
-        )
+        kinds = " and ".join(type(each).__name__ for each in (prompt, completion))
+        raise ValueError(f"{asked} and {said} must be two strings or two lists of messages, got {kinds}")
     if not isinstance(prompt, str):
         prompt = conversation(given, asked)
         return chat.mark_answers(prompt + read_messages(completion), len(prompt), finished)
@@ -234,9 +225,8 @@ def prepare_examples(
     reader = _ExampleReader(tokenizer, vocab_size, max_length, chat_template_kwargs)
     datasets = sys.modules.get("datasets")  # imported if one of its objects was passed
     if datasets is not None and isinstance(dataset, datasets.Dataset):
-        _reader_of(
-            canonical(dict.fromkeys(dataset.column_names, [])).keys()
-        )  # refuses unknown ones before any example is read
+        # Refuses unknown columns before any example is read.
+        _reader_of(canonical(dict.fromkeys(dataset.column_names, [])).keys())
         int8, int32 = datasets.Value("int8"), datasets.Value("int32")
         types = datasets.Features({"input_ids": [int32], "loss_mask": [int8], "longest_run": int32})
         options = {"remove_columns": dataset.column_names, "features": types, "num_proc": num_proc}
@@ -244,9 +234,13 @@ def prepare_examples(
         _check_runs(list(map(int, read["longest_run"])), block_size, max_length)
         return read.filter(_has_anchor, num_proc=num_proc, desc="choosing").remove_columns("longest_run")
     if isinstance(dataset, (torch.utils.data.IterableDataset, getattr(datasets, "IterableDataset", ()))):
-        stream = _Stream(dataset, reader)
-        stream.check(block_size)
-        return stream
+        runs = []  # of the first examples, up to one that trains a whole block
+        for example in map(reader, itertools.islice(dataset, STREAM_CHECK), itertools.count()):
+            runs.append(example["longest_run"])
+            if runs[-1] > block_size:
+                break
+        _check_runs(runs, block_size, max_length, "the first ")
+        return Stream(dataset, reader.usable)
     if isinstance(dataset, Sized) and not isinstance(dataset, Iterable):
         dataset = map(dataset.__getitem__, range(len(dataset)))
     examples = list(map(reader, dataset, itertools.count()))
@@ -275,60 +269,44 @@ class _ExampleReader:
         except ValueError as error:
             raise ValueError(f"example {index}: {error}") from error
         if wrong := [token for token in tokens["input_ids"] if not 0 <= token < self.vocab_size]:
-            raise ValueError(
-                f"example {index}: token id {wrong[0]} is outside of the target's vocabulary (vocab_size "
-                f"{self.vocab_size}): use the target's own tokenizer"
-            )
+            limit = f"the target's vocabulary of {self.vocab_size}: use its own tokenizer"
+            raise ValueError(f"example {index}: token id {wrong[0]} is outside of {limit}")
         runs = [len(list(run)) for value, run in itertools.groupby(tokens["loss_mask"]) if value]
         return tokens | {"longest_run": max(runs, default=0)}
 
+    def usable(self, examples: Iterable[Any]) -> Iterator[dict[str, list[int]]]:
+        return map(_without_run, filter(_has_anchor, map(self, examples, itertools.count())))
 
-class _Stream(torch.utils.data.IterableDataset):
-    """The usable examples of a stream, read as they come."""
 
-    def __init__(self, stream: Iterable[Any], reader: _ExampleReader) -> None:
-        self._stream, self._reader = stream, reader
+class Stream(torch.utils.data.IterableDataset):
+    """What a function makes of the rows of a stream, as they come."""
+
+    def __init__(self, rows: Iterable[Any], change: Callable[[Iterable[Any]], Iterator[dict[str, list[int]]]]) -> None:
+        self._rows, self._change = rows, change
 
     def set_epoch(self, epoch: int) -> None:
         """Let the stream be shuffled anew, if it can be."""
-        if hasattr(self._stream, "set_epoch"):
-            self._stream.set_epoch(epoch)
-
-    def _read(self) -> Iterator[dict[str, Any]]:
-        return map(self._reader, self._stream, itertools.count())
+        if hasattr(self._rows, "set_epoch"):
+            self._rows.set_epoch(epoch)
 
     def __iter__(self) -> Iterator[dict[str, list[int]]]:
-        return map(_without_run, filter(_has_anchor, self._read()))
-
-    def check(self, block_size: int) -> None:
-        """Check the first examples, up to one that trains a whole block."""
-        runs = []
-        for example in itertools.islice(self._read(), STREAM_CHECK):
-            runs.append(example["longest_run"])
-            if runs[-1] > block_size:
-                break
-        _check_runs(runs, block_size, self._reader.max_length, "the first ")
+        return self._change(self._rows)
 
 
 def _check_runs(runs: Sequence[int], block_size: int, max_length: int | None, which: str = "") -> None:
     """Refuse data that cannot train a block; warn of examples that are left out."""
     cut, longer = ("", "") if max_length is None else (f" within max_length={max_length}", " or raise max_length")
     if not runs:
-        raise ValueError(
-            "the data set is empty: pass at least one example; a slice that begins past the end, such as rows[200:] "
-            "of 100 rows, has none"
-        )
+        raise ValueError("the data set is empty (as rows[200:] of 100 rows are): pass at least one example")
     longest, which = max(runs), f"{which}{len(runs)} examples"
     if longest == 0:
-        raise ValueError(
-            f"none of {which} has a supervised token{cut}: there must be assistant messages, completions, or ones in "
-            f"the loss mask{longer}"
-        )
+        needed = "assistant messages, completions, or ones in the loss mask"
+        raise ValueError(f"none of {which} has a supervised token{cut}: there must be {needed}{longer}")
     if longest <= block_size:
         raise ValueError(
-            f"the longest answer in {which} has {longest} supervised tokens in succession{cut}, but a block of "
-            f"{block_size} needs {block_size + 1} (the anchor, too), so its last slots would never be trained: use "
-            f"longer answers{longer}" + (f", or a draft with block_size={longest - 1}" if longest > 1 else "")
+            f"the longest answer in {which} has {longest} supervised tokens in succession{cut}, a block of "
+            f"{block_size} needs {block_size + 1} (the anchor, too): use longer answers{longer}"
+            + (f", or a draft with block_size={longest - 1}" if longest > 1 else "")
         )
     none, single = runs.count(0), runs.count(1)
     if none or single:

@@ -51,11 +51,6 @@ _ASKS = re.compile(
     r"|(^|_)train_on_|lossmask|mask_out"
 )
 _NO_WISHES = {*MASKS, "attention_mask", "special_tokens_mask"}
-# Where an answer begins, in rows of tokens.
-_BEGINS = re.compile(
-    r"(prompt|source|src|context|question|query|instruction|user)_(len|length|size|tokens)$"
-    r"|(answer|response|completion|target)_start"
-)
 
 
 def canonical(row: Mapping[str, Any]) -> dict[str, Any]:
@@ -155,10 +150,8 @@ def _read_content(place: int, role: str, content: Any) -> Any:
         elif kind in ("thinking", "reasoning") or (role == "tool" and not str(kind).startswith(MEDIA)):
             return content
         else:
-            raise ValueError(
-                f"message {place} has {shortened(part, size=60)} for its content or a part of it, and only text is "
-                "read: leave the conversation out, or write this as text, and calls of tools as 'tool_calls'"
-            )
+            found = f"message {place} has {shortened(part, size=60)} for its content or a part of it"
+            raise ValueError(f"{found}, and only text is read: write it as text, and calls of tools as 'tool_calls'")
     return "".join(texts)
 
 
@@ -184,7 +177,7 @@ def respelt(messages: Messages) -> Iterator[Messages]:
     other = [({"content": ""} if "tool_calls" in message else {}) | message for message in other]
     if other != messages:
         yield other
-    if (written := with_calls(other, _with_json)) != other:
+    if (written := map_calls(other, _with_json)) != other:
         yield written
     parts = [[{"type": "text", "text": message.get("content")}] for message in messages]
     yield [
@@ -193,7 +186,7 @@ def respelt(messages: Messages) -> Iterator[Messages]:
     ]
 
 
-def with_calls(messages: Messages, change: Callable[[dict[str, Any]], dict[str, Any]]) -> Messages:
+def map_calls(messages: Messages, change: Callable[[dict[str, Any]], dict[str, Any]]) -> Messages:
     """Change the functions that are called."""
     return [
         message
@@ -267,23 +260,12 @@ def is_row_wanted(given: Mapping[str, Any]) -> bool:
     return given.get("label") is not False and all(_wishes(given, _ROW_WISHES, _ROW_REFUSED, ""))
 
 
-def refuse_beginnings(given: Mapping[str, Any]) -> None:
-    """Refuse a row of tokens that says by a number of tokens what of them the user said."""
-    if name := next(filter(_BEGINS.search, given), None):
-        raise ValueError(
-            f"{name}: {shortened(given[name])} is not read, and all input_ids would be trained on: pass prompt_ids "
-            "and completion_ids, or a loss_mask"
-        )
-
-
 def is_supervised(place: int, message: Mapping[str, Any]) -> bool:
     """Return whether a message is an answer to train on, by its role and by what it says itself."""
     wishes, is_answer = _wishes(message, _WISHES, _REFUSED, f"message {place}: "), message["role"] == "assistant"
     if not is_answer and any(wishes):
-        raise ValueError(
-            f"message {place}, of role {message['role']!r}, asks to be trained on, but a draft learns only what the "
-            "target writes: drop the wish, or weigh the message 0"
-        )
+        asks = f"message {place}, of role {message['role']!r}, asks to be trained on"
+        raise ValueError(f"{asks}, but a draft learns only what the target writes: drop the wish")
     return is_answer and all(wishes)
 
 
@@ -300,9 +282,8 @@ def _wishes(given: Mapping[str, Any], names: Mapping[str, int], refused: Mapping
         meant = () if name in others else (refused[name],) if name in refused else (0, 1)
         if isinstance(value, list | dict) or value not in meant:
             raise ValueError(
-                f"{where}{name}: {shortened(value)} cannot be honoured: what the target writes is supervised, each "
-                "answer whole or not at all; say 'weight': 0 of messages and rows that are context only, and give "
-                "tokens a 'loss_mask'"
+                f"{where}{name}: {shortened(value)} cannot be honoured: answers are supervised whole or not at all; "
+                "say 'weight': 0 of messages and rows that are context only, and give tokens a 'loss_mask'"
             )
         wishes += [value == names[name]] if name in names else []
     return wishes

@@ -64,10 +64,8 @@ class DSparkTrainingArguments(LossWeights, TrainingArguments):
         if self.packing and self.max_length is None:
             raise ValueError("packing joins documents into rows of max_length tokens: give one, got None")
         if self.push_to_hub and self.hub_strategy in (HubStrategy.CHECKPOINT, HubStrategy.ALL_CHECKPOINTS):
-            raise ValueError(
-                f"hub_strategy={self.hub_strategy.value!r} would publish pickled optimizer states, which are unsafe "
-                "to load: choose 'end'"
-            )
+            strategy = f"hub_strategy={self.hub_strategy.value!r}"
+            raise ValueError(f"{strategy} would publish pickled states, which are unsafe to load: choose 'end'")
 
     def get_warmup_steps(self, num_training_steps: int) -> int:
         """Return the steps of the warm-up: a share is rounded down, as the first step of a warm-up trains nothing."""

@@ -86,14 +86,14 @@ def require_continuable(checkpoint: Path, trainer: Trainer) -> None:
     before, now = require_whole(checkpoint), run_facts(trainer)
     if different := differences(now | {name: before[name] for name in now if name in before}, now):
         raise ValueError(
-            f"{checkpoint} belongs to a run that differs in {different}: its loss curve cannot be continued. Go on as "
-            f"before (half the processes need twice the gradient_accumulation_steps), or {_ANEW}"
+            f"{checkpoint} belongs to a run that differs in {different}. Go on as before (half the processes need "
+            f"twice the gradient_accumulation_steps), or {_ANEW}"
         )
     is_stream = not hasattr(trainer.train_dataset, "__len__")
     if is_stream and TrainerState.load_from_json(checkpoint / TRAINER_STATE_NAME).epoch > 1:
         warnings.warn(
-            f"{checkpoint} was saved after the stream of rows had come to its end and begun again. Where it was is "
-            "not known: it begins again now, and the loss curve is not that of a run without interruption",
+            f"{checkpoint} was saved after the stream of rows had begun again, and where it was is not known: it "
+            "begins again now, and the loss curve is not that of a run without interruption",
             stacklevel=4,
         )
     if not any((checkpoint / name).exists() for name in (WEIGHTS_FILE, INDEX_FILE)):

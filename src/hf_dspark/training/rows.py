@@ -5,7 +5,7 @@ Documents of a packed row follow each other; `position_ids` that start again at 
 
 from bisect import bisect_left, insort
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -58,27 +58,18 @@ class PackedRows(torch.utils.data.Dataset):
         return join_documents([self._rows[part] for part in self._groups[index]])
 
 
-class PackedStream(torch.utils.data.IterableDataset):
-    """Several documents per row, for rows that come one by one: joined in their order."""
-
-    def __init__(self, rows: Any, max_length: int) -> None:
-        self._rows, self._max_length = rows, max_length
-
-    def set_epoch(self, epoch: int) -> None:
-        if hasattr(self._rows, "set_epoch"):
-            self._rows.set_epoch(epoch)
-
-    def __iter__(self) -> Iterator[dict[str, list[int]]]:
-        waiting, room = [], self._max_length
-        for row in self._rows:
-            length = len(row["input_ids"])
-            if length > room:
-                yield join_documents(waiting)
-                waiting, room = [], self._max_length
-            waiting.append(row)
-            room -= length
-        if waiting:
+def packed_in_order(rows: Iterable[dict[str, Any]], max_length: int) -> Iterator[dict[str, list[int]]]:
+    """Yield several documents per row, of rows that come one by one."""
+    waiting, room = [], max_length
+    for row in rows:
+        length = len(row["input_ids"])
+        if length > room:
             yield join_documents(waiting)
+            waiting, room = [], max_length
+        waiting.append(row)
+        room -= length
+    if waiting:
+        yield join_documents(waiting)
 
 
 def join_documents(documents: Sequence[dict[str, Any]]) -> dict[str, list[int]]:

@@ -9,8 +9,6 @@ import errno
 import hashlib
 import itertools
 import json
-import os
-import secrets
 import shutil
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -25,7 +23,7 @@ from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from ..files import differences, naming
+from ..files import differences, naming, replacing
 from ..formats.checkpoint import read_json
 from ..models.modeling_draft import DraftModel, check_fits
 from ..targets.borrowed_weights import BorrowedModules
@@ -37,6 +35,7 @@ from .arguments import DSparkTrainingArguments
 FORMAT_VERSION = 2
 META_FILE, WEIGHTS_FILE, STATES_FOLDER = "meta.json", "target.safetensors", "states"
 ROW_PARTS = ("input_ids", "position_ids", "attention_mask")
+_LESS = "Make room, or use fewer examples, a shorter max_length, fewer target_layer_ids or another disk"
 STREAM_CHECK = 100  # rows of a stream whose states are asked for before training
 
 
@@ -95,10 +94,8 @@ def require_separable_documents(target: PreTrainedModel, target_layer_ids: list[
         differences.append((together[row, first:] - alone).norm() / alone.norm())
     difference = torch.stack(differences).max()
     if not difference < 0.05:  # rounding in bfloat16 is well below, a foreign document far above
-        raise ValueError(
-            f"{type(target).__name__} does not keep the documents of a packed row apart (its states differ by "
-            f"{difference:.0%}): use packing=False"
-        )
+        fault = f"does not keep the documents of a packed row apart (its states differ by {difference:.0%})"
+        raise ValueError(f"{type(target).__name__} {fault}: use packing=False")
 
 
 @torch.no_grad()
@@ -146,10 +143,8 @@ class FeatureCache:
         if target is not None:
             self._facts["target_fingerprint"] = fingerprint(target)
         if not self._is_there() and target is None:
-            raise ValueError(
-                f"there is no feature cache in {self.folder} ({META_FILE} is missing): fill one with "
-                "cache_features(), or pass the target"
-            )
+            cure = "fill one with cache_features(), or pass the target"
+            raise ValueError(f"there is no feature cache in {self.folder} ({META_FILE} is missing): {cure}")
 
     def __len__(self) -> int:
         return sum(1 for _ in self.folder.glob(f"{STATES_FOLDER}/*/*.safetensors"))
@@ -168,9 +163,9 @@ class FeatureCache:
         found = {"format": meta.get("format")} | {name: facts.get(name) for name in self._facts}
         if wrong := differences(found, {"format": FORMAT_VERSION} | self._facts):
             raise ValueError(
-                f"the feature cache in {self.folder} was made with another target or for another draft, which differs "
-                f"in {wrong}. Fingerprints differ when any weight or the dtype does, as between two revisions. Load "
-                "the target it was made with, give the draft its target_layer_ids, or use another folder"
+                f"the feature cache in {self.folder} was made with another target, revision or dtype, or for another "
+                f"draft, which differs in {wrong}. Load the target it was made with, give the draft its "
+                "target_layer_ids, or use another folder"
             )
         return True
 
@@ -180,10 +175,8 @@ class FeatureCache:
         for number, row in enumerate(rows):
             ids = row_ids(row)
             if min(ids) < 0 or max(ids) >= self._vocab_size:
-                raise ValueError(
-                    f"example {number} has token ids in [{min(ids)}, {max(ids)}], the target's vocabulary ends at "
-                    f"{self._vocab_size - 1}: tokenise with the target's tokenizer"
-                )
+                span = f"[{min(ids)}, {max(ids)}], the vocabulary ends at {self._vocab_size - 1}"
+                raise ValueError(f"example {number} has token ids in {span}: use the target's tokenizer")
             found.setdefault(self._path(ids), ids)
         return [ids for path, ids in found.items() if not path.exists()]
 
@@ -198,8 +191,7 @@ class FeatureCache:
         if needed > (free := shutil.disk_usage(place).free):
             raise ValueError(
                 f"the feature cache does not fit into {self.folder}: {num_tokens:,} tokens x {self._width:,} values "
-                f"in bfloat16 need {needed / 2**20:,.2f} MiB, {free / 2**20:,.2f} MiB are free. Use fewer examples, a "
-                "shorter max_length, fewer target_layer_ids or another disk, or run the target while training"
+                f"in bfloat16 need {needed / 2**20:,.2f} MiB, {free / 2**20:,.2f} MiB are free. {_LESS}"
             )
         if not (self._is_there() and (self.folder / WEIGHTS_FILE).exists()):
             meta = json.dumps({"format": FORMAT_VERSION, "facts": self._facts}, indent=2) + "\n"
@@ -215,18 +207,13 @@ class FeatureCache:
 
     def _write(self, path: Path, write: Callable[[Path], Any]) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        unfinished = path.with_name(f"{path.name}.{secrets.token_hex(4)}.tmp")
         try:
-            write(unfinished)
-            os.replace(unfinished, path)
-        except BaseException as error:
-            unfinished.unlink(missing_ok=True)
-            if not isinstance(error, (OSError, SafetensorError)):
-                raise
+            with replacing(path) as unfinished:
+                write(unfinished)
+        except (OSError, SafetensorError) as error:
             raise OSError(
                 getattr(error, "errno", errno.EIO),
-                f"{path} could not be written ({error}). The {len(self):,} examples written before can be read: free "
-                "some space and go on, or use fewer examples, a shorter max_length or fewer target_layer_ids",
+                f"{path} could not be written ({error}). The {len(self):,} examples written before stay. {_LESS}",
             ) from error
 
     def fill(
@@ -332,9 +319,8 @@ def cache_features(
     DSpark Section 5.1.
     """
     if batch_size < 1 or not 0 <= rank < num_ranks:
-        raise ValueError(
-            f"batch_size must be positive and rank lie in [0, num_ranks), got {batch_size=}, {rank=}, {num_ranks=}"
-        )
+        given = f"{batch_size=}, {rank=}, {num_ranks=}"
+        raise ValueError(f"batch_size must be positive and rank lie in [0, num_ranks), got {given}")
     cache = FeatureCache(folder, draft_config, target)
     cache.fill(rows, batch_size, rank, num_ranks, progress)
     return cache
@@ -381,9 +367,8 @@ class TargetSource:
                 torch.distributed.barrier()
         elif missing := self.cache.missing(rows):
             raise ValueError(
-                f"{len(missing)} of {sum(map(len, sets))} examples are not in the feature cache {self.cache.folder}, "
-                "and there is no target to compute them: pass target=..., or fill the cache with the same data, "
-                "tokenizer and max_length"
+                f"{len(missing)} of {sum(map(len, sets))} examples are not in the feature cache {self.cache.folder}: "
+                "pass target=..., or fill the cache with the same data, tokenizer and max_length"
             )
 
     def states(self, batch: dict[str, torch.Tensor], draft: DraftModel) -> TargetStates:

@@ -13,16 +13,10 @@ import torch
 from huggingface_hub import HfApi
 from torch.utils.data import IterableDataset
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase, Trainer
-from transformers.trainer_utils import (
-    PREFIX_CHECKPOINT_DIR,
-    EvalLoopOutput,
-    HubStrategy,
-    PredictionOutput,
-    rotate_checkpoints,
-)
+from transformers.trainer_utils import EvalLoopOutput, HubStrategy, PredictionOutput, rotate_checkpoints
 from transformers.utils import PushInProgress
 
-from ..data.examples import prepare_examples
+from ..data.examples import Stream, prepare_examples
 from ..files import shortened
 from ..formats.translate import exports_of, not_exported
 from ..models import publisher
@@ -34,7 +28,7 @@ from .arguments import DSparkTrainingArguments
 from .blocks import cut_blocks, label_hidden, sample_anchors
 from .metrics import BlockMetrics
 from .resume import RUN_FACTS_FILE, last_checkpoint, require_continuable, write_run_facts
-from .rows import COLUMNS, PackedRows, PackedStream, collate
+from .rows import COLUMNS, PackedRows, collate, packed_in_order
 from .target_states import TargetSource
 
 FEW_STEPS = 50  # fewer train little
@@ -156,7 +150,9 @@ class DSparkTrainer(Trainer):
     def _packed(self, rows: Any) -> Any:
         if rows is None or not self.args.packing:
             return rows
-        return (PackedRows if hasattr(rows, "__len__") else PackedStream)(rows, self.args.max_length)
+        if hasattr(rows, "__len__"):
+            return PackedRows(rows, self.args.max_length)
+        return Stream(rows, partial(packed_in_order, max_length=self.args.max_length))
 
     @property
     def draft(self) -> DraftModel:
@@ -335,7 +331,7 @@ class DSparkTrainer(Trainer):
             self.args.save_total_limit = limit
         self.accelerator.wait_for_everyone()
         if self.is_world_process_zero():
-            write_run_facts(Path(folder, f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"), self)
+            write_run_facts(Path(folder, f"checkpoint-{self.state.global_step}"), self)
         if self.args.should_save:
             rotate_checkpoints(folder, limit, self.state.best_model_checkpoint, use_mtime=True)
 
@@ -409,22 +405,16 @@ def _draft_to_train(model: DraftModel | str, args: DSparkTrainingArguments) -> D
     if draft.device.type == "meta" or not any(each.requires_grad for each in draft.parameters()):
         raise ValueError("nothing of the draft can be trained: all is frozen, or on the meta device (offloaded)")
     if draft.dtype in (torch.float16, torch.bfloat16):
-        warnings.warn(
-            f"the draft's weights are {draft.dtype}, in which small updates are lost: load it with "
-            "dtype=torch.float32, and set bf16=True to compute in bfloat16",
-            stacklevel=3,
-        )
+        cure = "load it with dtype=torch.float32, and set bf16=True to compute in bfloat16"
+        warnings.warn(f"small updates are lost in the draft's {draft.dtype}: {cure}", stacklevel=3)
     if args.soft_cross_entropy_weight > 0 and draft.draft_token_ids() is not None:
         raise ValueError(
-            "a draft with a pruned vocabulary gives some tokens no probability, so its cross-entropy to the target's "
-            f"distribution is infinite: set soft_cross_entropy_weight=0, got {args.soft_cross_entropy_weight}"
+            "a pruned vocabulary gives some tokens no probability, so the cross-entropy to the target's distribution "
+            f"is infinite: set soft_cross_entropy_weight=0, got {args.soft_cross_entropy_weight}"
         )
     exports = exports_of(draft.config)
     if not any(engines for engines, _ in exports.values()):
-        warnings.warn(
-            f"only hf_dspark will run this draft, as no other format can hold it. {not_exported(exports)}",
-            stacklevel=3,
-        )
+        warnings.warn(f"only hf_dspark will run this draft. {not_exported(exports)}", stacklevel=3)
     return draft
 
 
