@@ -111,10 +111,8 @@ def _require_this_draft(results: list[dict], facts: Mapping[str, Any]) -> None:
     for kind, theirs in ((result["kind"], result["draft"]) for result in results):
         known = {name: theirs.get(name, "not said") for name in facts}
         if wrong := differences(known | {name: facts[name] for name in ("name", "revision")}, facts):
-            raise ValueError(
-                f"a result of the kind {kind!r} belongs to another draft, {theirs.get('name') or 'without a name'}, "
-                f"which differs in {wrong}: measure this draft"
-            )
+            other = f"another draft, {theirs.get('name') or 'without a name'}, which differs in {wrong}"
+            raise ValueError(f"a result of the kind {kind!r} belongs to {other}: measure this draft")
 
 
 def _agreed_target(results: list[dict], name: str | None) -> tuple[str | None, str | None]:
@@ -124,10 +122,8 @@ def _agreed_target(results: list[dict], name: str | None) -> tuple[str | None, s
         names = [name, *filter(is_on_hub, names)]
     revisions = sorted({facts["revision"] for facts in described if facts.get("revision")})
     if len({_last(each) for each in names}) > 1 or len(revisions) > 1:
-        raise ValueError(
-            f"these results belong to different targets ({', '.join(sorted(set(names)))}; revisions "
-            f"{', '.join(revisions)}): a card describes a draft with one target, measured under one name"
-        )
+        found = f"{', '.join(sorted(set(names)))}; revisions {', '.join(revisions)}"
+        raise ValueError(f"these results belong to different targets ({found}): a card describes a draft with one")
     names.sort(key=is_on_hub, reverse=True)  # stable: the first on the Hub, else the first
     return names[0] if names else None, revisions[0] if revisions else None
 

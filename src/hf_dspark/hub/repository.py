@@ -138,10 +138,8 @@ def write_remote_code(folder: str | Path) -> Path:
     config, code = read_json(folder / CONFIG_FILE), folder / CODE_FOLDER
     model = DRAFTS.get(config.get("model_type"))
     if model is None:
-        raise ValueError(
-            f"{folder} holds a {config.get('model_type')!r} model, a draft is one of {sorted(DRAFTS)}: convert it "
-            "with hf_dspark.convert_checkpoint"
-        )
+        held = f"a {config.get('model_type')!r} model, a draft is one of {sorted(DRAFTS)}"
+        raise ValueError(f"{folder} holds {held}: convert it with hf_dspark.convert_checkpoint")
     for stale in code.glob("*.py"):
         stale.unlink()
     shutil.copytree(DECODER.parent, code, ignore=shutil.ignore_patterns("__pycache__"), dirs_exist_ok=True)
@@ -176,7 +174,7 @@ def upload_repository(
     except Exception as error:  # of the server, the network or the disk; their classes have no common base
         raise OSError(
             f"the draft could not be uploaded to {repo_id} on {api.endpoint}, whose files are as they were: {error}. "
-            "Check the name, the network, and that the token may write (`hf auth login`), and push again."
+            "Check the name, the network and the token (`hf auth login`), and push again."
         ) from error
     return done.pr_url or done.commit_url
 
@@ -200,10 +198,8 @@ def write_training_card(
         weights = read_results([path])[0]["draft"].get("weights")
         if weights != facts["weights"]:  # no card shows it, and no push publishes it
             outdated = path.replace(path.with_suffix(f".json.of-{weights}"))
-            warnings.warn(
-                f"{path.name} was measured before this training, and is now {outdated.name}: measure again",
-                stacklevel=3,
-            )
+            moved = f"{path.name} was measured before this training, and is now {outdated.name}"
+            warnings.warn(f"{moved}: measure again", stacklevel=3)
     write_remote_code(folder)
     named = {"datasets": [dataset] if isinstance(dataset, str) else dataset} if dataset else {}
     write_card(draft, folder, [results], repo_id=trainer.hub_model_id or model_name, **named, **card)

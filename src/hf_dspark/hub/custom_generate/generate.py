@@ -277,14 +277,9 @@ class DSparkDraftModel(PreTrainedModel):
 
 # Drafts may come from any distribution that is known. These processors make it like the target's. Others may keep
 # state: they are called for the target alone, once per committed token and in order, as in plain decoding.
-WARPERS = (
-    "MinPLogitsWarper",
-    "TemperatureLogitsWarper",
-    "TopKLogitsWarper",
-    "TopPLogitsWarper",
-    "TypicalLogitsWarper",
-)
-FOR_DRAFTS = {getattr(transformers, name) for name in (*WARPERS, "RepetitionPenaltyLogitsProcessor")}
+WARPERS = ("MinP", "Temperature", "TopK", "TopP", "Typical")
+FOR_DRAFTS = {getattr(transformers, f"{name}LogitsWarper") for name in WARPERS}
+FOR_DRAFTS |= {transformers.RepetitionPenaltyLogitsProcessor}
 
 
 class TokenRule:
