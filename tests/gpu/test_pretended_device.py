@@ -419,6 +419,12 @@ def test_a_round_waits_for_the_device_a_few_times(pairs, name):
     assert all(number <= limit for number, limit in zip(found, limits, strict=True)), found
 
 
+def test_trees_of_the_best_tokens_of_a_draft_wait_no_more_often_than_others(pairs, monkeypatch):
+    monkeypatch.setattr(pairs[DEVICE][1].config, "draft_top_k", 8)
+    policy, how, *limits = LIMITS["tree of 15, drawn"]
+    assert asked(*pairs[DEVICE], policy, **how)[2] <= limits[-1]
+
+
 def test_the_limit_tells_of_one_more_launch_in_each_layer(pairs, monkeypatch):
     (policy, how, limit, *_), honest = LIMITS["chain, greedy"], DSparkLayer.feed_forward
     monkeypatch.setattr(DSparkLayer, "feed_forward", lambda layer, normed: honest(layer, normed) + 0.0)

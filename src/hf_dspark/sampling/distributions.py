@@ -34,9 +34,9 @@ class TokenDistribution:
         return TokenDistribution(self.probs[index], None if self.candidate_ids is None else self.candidate_ids[index])
 
     def to(self, device: torch.device) -> "TokenDistribution":
-        """Return the same distributions on a device."""
-        ids = self.candidate_ids
-        return TokenDistribution(self.probs.to(device), None if ids is None else ids.to(device))
+        """Return the same distributions on a device, which is not waited for if it is an accelerator."""
+        how, ids = {"device": device, "non_blocking": device.type == "cuda"}, self.candidate_ids
+        return TokenDistribution(self.probs.to(**how), None if ids is None else ids.to(**how))
 
     def dense(self, vocab_size: int) -> "TokenDistribution":
         """Return the same distributions over the whole vocabulary, `[..., V]`."""

@@ -246,7 +246,8 @@ def verify_tree(
         The accepted places, and the distribution of the token after them, `[m]`.
     """
     device = target_distribution.probs.device
-    drawn_from = {place: each[row].to(device) for place, (each, row) in tree.distributions.items()}
+    levels = {id(level): level.to(device) for level, _ in tree.distributions.values()}
+    drawn_from = {place: levels[id(level)][row] for place, (level, row) in tree.distributions.items()}
     # p_1 and q_1 of all nodes: an accelerator is waited for once here, and then once for each rejected node.
     nodes = list(zip(tree.token_ids, tree.parents, tree.masses, strict=True))
     known = [_probability(target_distribution[parent], token) for token, parent, _ in nodes]
@@ -290,7 +291,9 @@ def verify_tree(
 
 
 def _probability(distribution: TokenDistribution, token: int) -> torch.Tensor:
-    return distribution.probs[_places_of(token, distribution.candidate_ids)].sum()
+    if distribution.candidate_ids is None:
+        return distribution.probs[token]
+    return distribution.probs.where(distribution.candidate_ids == token, 0.0).sum()  # a mask as index would wait
 
 
 def _places_of(token: int, candidate_ids: torch.Tensor | None) -> int | torch.Tensor:
