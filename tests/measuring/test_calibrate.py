@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, GenerationConfig
 
 from hf_dspark import ConfidenceThreshold, DecodingOptions, DSparkDraftModel, FullBlock, calibrate
 from hf_dspark.measuring import calibrate as collection
@@ -139,6 +139,8 @@ def test_answers_without_room_for_a_whole_block_are_refused_before_any_is_decode
     monkeypatch.setattr(type(target), "generate", lambda *args, **kwargs: pytest.fail("it decodes"))
     with pytest.raises(ValueError, match="max_new_tokens=5 have no room for a whole block of 4 draft tokens: give 6"):
         records(target, draft, max_new_tokens=5)
+    with pytest.raises(ValueError, match="max_new_tokens=5 have no room for a whole block"):
+        collect_rounds(target, draft, PROMPTS, generation_config=GenerationConfig(max_new_tokens=5))
     with pytest.raises(ValueError, match="answers need a limit, .* has none: give max_new_tokens"):
         records(target, draft, max_new_tokens=None)
     target.generation_config.max_new_tokens = 5

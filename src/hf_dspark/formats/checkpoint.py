@@ -40,27 +40,24 @@ _QUANTISED = re.compile(
 )
 # Which fields of a configuration decide about tensors, by patterns of their names; the first one that is found.
 _FIELDS = {
-    re.compile(pattern): fields
-    for pattern, fields in {
-        "markov": ("markov_rank", "markov_head_type"),
-        "eh_proj|enorm": ("mtp",),
-        "mask_hidden": ("mask_token_id", "target_layer_ids"),
-        r"\.attn\.(w[qo]_|wkv|(q|kv)_norm)|[qo]_[ab]_|kv_(proj|norm)": ("q_lora_rank", "o_lora_rank", "o_groups"),
-        r"_hc\.|hc_head": ("hc_mult",),
-        r"experts|mlp\.gate\.": ("num_experts", "moe_intermediate_size"),
-        "confidence": ("enable_confidence_head", "confidence_head_with_markov"),
-        r"\.bias": ("attention_bias", "attention_output_bias", "mlp_bias"),
-        r"[qk]_norm": ("qk_norm", "head_dim"),
-        r"[qkvo]_proj": ("num_attention_heads", "num_key_value_heads", "head_dim", "attention_k_eq_v"),
-        "(up|gate|down)_proj": ("intermediate_size",),
-        "feedforward_layernorm": ("sandwich_norms",),
-        "layer_scalar": ("layer_scalar",),
-        "sink": ("attention_sinks",),
-        "lm_head|d2t": ("draft_vocab_size", "vocab_size"),
-        "embed": ("vocab_size", "hidden_size"),
-        r"(^|\.)fc\.": ("target_layer_ids", "hidden_size"),
-        "": ("hidden_size",),
-    }.items()
+    "markov": ("markov_rank", "markov_head_type"),
+    "eh_proj|enorm": ("mtp",),
+    "mask_hidden": ("mask_token_id", "target_layer_ids"),
+    r"\.attn\.(w[qo]_|wkv|(q|kv)_norm)|[qo]_[ab]_|kv_(proj|norm)": ("q_lora_rank", "o_lora_rank", "o_groups"),
+    r"_hc\.|hc_head": ("hc_mult",),
+    r"experts|mlp\.gate\.": ("num_experts", "moe_intermediate_size"),
+    "confidence": ("enable_confidence_head", "confidence_head_with_markov"),
+    r"\.bias": ("attention_bias", "attention_output_bias", "mlp_bias"),
+    r"[qk]_norm": ("qk_norm", "head_dim"),
+    r"[qkvo]_proj": ("num_attention_heads", "num_key_value_heads", "head_dim", "attention_k_eq_v"),
+    "(up|gate|down)_proj": ("intermediate_size",),
+    "feedforward_layernorm": ("sandwich_norms",),
+    "layer_scalar": ("layer_scalar",),
+    "sink": ("attention_sinks",),
+    "lm_head|d2t": ("draft_vocab_size", "vocab_size"),
+    "embed": ("vocab_size", "hidden_size"),
+    r"(^|\.)fc\.": ("target_layer_ids", "hidden_size"),
+    "": ("hidden_size",),
 }
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 _STORED_AS = {torch.int64: ("I64",), torch.bool: ("BOOL",)}
@@ -240,7 +237,7 @@ class Checkpoint(os.PathLike):
             whole = [name for name in names if (match := _LAYER.search(name)) and match[1] in ours ^ theirs]
             fields = ["num_hidden_layers"] * bool(whole)
             for name in (name for name in names if name not in whole):
-                fields += next(fields for pattern, fields in _FIELDS.items() if pattern.search(name))
+                fields += next(fields for pattern, fields in _FIELDS.items() if re.search(pattern, name))
             raise self.misfit(found, [(places or {}).get(field, field) for field in fields])
 
     def misfit(self, found: str, keys: Collection[str]) -> ValueError:

@@ -12,26 +12,23 @@ from ..files import shortened
 from .fields import HARMLESS, Format, Source, look_up
 
 # Names by what they are about, and the values that leave layers as they are without the key.
-_COMPUTING = tuple(
-    (re.compile(pattern), neutral)
-    for pattern, neutral in (
-        (r"quant(?!um)|compression_config", (False,)),
-        (r"neox|qk_(layer)?norm|^use_(rope|rotary|pre_norm)|^(is_)?bidirectional$|^scale_attn", (True,)),
-        (
-            r"multiplier|scal(e|ar|ing)(_|$)|^mup(_|$)|dim_model_base|rotary_p(er)?ct|rotary_percent"
-            r"|(att\w*|softmax|logits?)_temperature",
-            (1, False),
-        ),
-        (
-            r"(?<!m)rope|rotary|interleav|swa|window|chunk|causal|bidirectional|sink|gat(e|ed|ing)(_|$)|soft_?cap"
-            r"|_cap$|alibi|denois|base_freq|freq\w*_base|norm(?!_topk)|(^|_)shift(_|$)|prefix_len|log_snr"
-            r"|conditioning|bias(_linear)?$|pos\w*_(emb|enc)|pattern|activation|anchor|offset|projector|mask_embed"
-            r"|embedding_size|target_hidden|draft_vocab|topk_context|tap_|residual(?!_(dropout|in_fp32))|parallel_att"
-            r"|clip_qkv|nope_|zero_cent|(^|_)act(_fn)?$|(^|_)eps(ilon)?$|local_att|att\w*_(mode|types?)$|mask_type$"
-            r"|^theta$|emb\w*_mult$|fusion|num_fc",
-            (False, 0),
-        ),
-    )
+_COMPUTING = (
+    (r"quant(?!um)|compression_config", (False,)),
+    (r"neox|qk_(layer)?norm|^use_(rope|rotary|pre_norm)|^(is_)?bidirectional$|^scale_attn", (True,)),
+    (
+        r"multiplier|scal(e|ar|ing)(_|$)|^mup(_|$)|dim_model_base|rotary_p(er)?ct|rotary_percent"
+        r"|(att\w*|softmax|logits?)_temperature",
+        (1, False),
+    ),
+    (
+        r"(?<!m)rope|rotary|interleav|swa|window|chunk|causal|bidirectional|sink|gat(e|ed|ing)(_|$)|soft_?cap"
+        r"|_cap$|alibi|denois|base_freq|freq\w*_base|norm(?!_topk)|(^|_)shift(_|$)|prefix_len|log_snr"
+        r"|conditioning|bias(_linear)?$|pos\w*_(emb|enc)|pattern|activation|anchor|offset|projector|mask_embed"
+        r"|embedding_size|target_hidden|draft_vocab|topk_context|tap_|residual(?!_(dropout|in_fp32))|parallel_att"
+        r"|clip_qkv|nope_|zero_cent|(^|_)act(_fn)?$|(^|_)eps(ilon)?$|local_att|att\w*_(mode|types?)$|mask_type$"
+        r"|^theta$|emb\w*_mult$|fusion|num_fc",
+        (False, 0),
+    ),
 )
 _OF_DRAFTS = re.compile("(markov|confidence|dspark|dflash)_")  # at the top, among what no target has
 _QUANTISED = (
@@ -74,14 +71,14 @@ def _is_neutral(key: str, value: Any, must_be_known: bool = True) -> bool:
     if "layer" in key and isinstance(value, list) and any(type(each) is int for each in value):
         return False  # tapped layers, or layers that differ from the others
     for names, neutral in _COMPUTING:
-        if names.search(key):
+        if re.search(names, key):
             return any(value is each or (value == each and type(value) in (int, float)) for each in neutral)
     return not must_be_known
 
 
 def _unknown(place: str, key: str, value: Any) -> str:
     shown = f"config.json: {place} is {shortened(value)}"
-    if _COMPUTING[0][0].search(key):
+    if re.search(_COMPUTING[0][0], key):
         return f"{shown}: {_QUANTISED}"
     return (
         f"{shown}, and nothing here computes what that means. If it is a remnant that the draft's layers do not read, "

@@ -123,7 +123,7 @@ def _agreed_target(results: list[dict], name: str | None) -> tuple[str | None, s
     revisions = sorted({facts["revision"] for facts in described if facts.get("revision")})
     if len({_last(each) for each in names}) > 1 or len(revisions) > 1:
         found = f"{', '.join(sorted(set(names)))}; revisions {', '.join(revisions)}"
-        raise ValueError(f"these results belong to different targets ({found}): a card describes a draft with one")
+        raise ValueError(f"these results belong to different targets ({found}): a card names one target")
     names.sort(key=is_on_hub, reverse=True)  # stable: the first on the Hub, else the first
     return names[0] if names else None, revisions[0] if revisions else None
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ..data.prompts import as_chat, read_prompts, several, token_ids
+from ..data.prompts import as_chat, read_prompts, token_ids
 from ..decoding.call import effective_config
 from ..decoding.many import refuse_made_here
 from ..files import Journal, digest, plain_json
@@ -31,11 +31,10 @@ from ..scheduling.calibration import (
 from ..scheduling.policies import FullBlock
 from ..scheduling.rounds import RoundOutcome
 from ..targets.fingerprint import fingerprint
-from .decode_prompts import decode_prompts, with_limit
+from .decode_prompts import DEFAULT_NEW_TOKENS, decode_prompts, with_limit
 from .timed_decoding import decoding_as
 
 DEFAULT_DOMAIN = "default"
-DEFAULT_NEW_TOKENS = 128
 FEW_ROUNDS = 500
 CUT_OFFS = dict.fromkeys(
     ("assistant_confidence_threshold", "num_assistant_tokens"), "rounds are recorded with the full block, drop it"
@@ -110,7 +109,7 @@ def calibrate(
 
     DSpark Section 3.2.1.
     """
-    rounds = collect_rounds(target, draft, several(prompts), processing_class, output_file, seed, **generate_kwargs)
+    rounds = collect_rounds(target, draft, prompts, processing_class, output_file, seed, **generate_kwargs)
     if len(rounds.num_accepted) < FEW_ROUNDS:
         few = f"a calibration on {len(rounds.num_accepted)} rounds says little"
         warnings.warn(f"{few}: give prompts for {FEW_ROUNDS} rounds or more", stacklevel=2)

@@ -23,6 +23,8 @@ from ..models.modeling_draft import DraftModel
 from .rounding import count_best
 from .timed_decoding import Answer, Key, end_token_ids, timed_call
 
+DEFAULT_NEW_TOKENS = 128  # of answers that are measured
+
 
 class NoRoomError(ValueError):
     """A prompt fills the target's context."""

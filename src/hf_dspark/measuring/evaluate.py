@@ -19,14 +19,13 @@ from ..models.modeling_draft import DraftModel
 from ..provenance import provenance
 from ..scheduling.policies import FullBlock, Policy
 from ..targets.fingerprint import fingerprint
-from .decode_prompts import decode_prompts, with_limit
+from .decode_prompts import DEFAULT_NEW_TOKENS, decode_prompts, with_limit
 from .metrics import Metrics, metrics_by_task, metrics_table
 from .results import describe_draft, describe_sampling, describe_target, write_result
 from .rounding import tolerance_of
 from .timed_decoding import Answer, decoding_as, warm_up
 
 ALL = "all"  # the name of the tasks together
-DEFAULT_NEW_TOKENS = 128
 # Blocks are cut by the policy.
 CUT_OFFS = dict.fromkeys(
     ("assistant_confidence_threshold", "num_assistant_tokens"), "pass policy=ConfidenceThreshold(...)"

@@ -35,7 +35,7 @@ from .arguments import DSparkTrainingArguments
 FORMAT_VERSION = 2
 META_FILE, WEIGHTS_FILE, STATES_FOLDER = "meta.json", "target.safetensors", "states"
 ROW_PARTS = ("input_ids", "position_ids", "attention_mask")
-_LESS = "Make room, or use fewer examples, a shorter max_length, fewer target_layer_ids or another disk"
+_MAKE_ROOM = "Make room, or use fewer examples, a shorter max_length, fewer target_layer_ids or another disk"
 STREAM_CHECK = 100  # rows of a stream whose states are asked for before training
 
 
@@ -191,7 +191,7 @@ class FeatureCache:
         if needed > (free := shutil.disk_usage(place).free):
             raise ValueError(
                 f"the feature cache does not fit into {self.folder}: {num_tokens:,} tokens x {self._width:,} values "
-                f"in bfloat16 need {needed / 2**20:,.2f} MiB, {free / 2**20:,.2f} MiB are free. {_LESS}"
+                f"in bfloat16 need {needed / 2**20:,.2f} MiB, {free / 2**20:,.2f} MiB are free. {_MAKE_ROOM}"
             )
         if not (self._is_there() and (self.folder / WEIGHTS_FILE).exists()):
             meta = json.dumps({"format": FORMAT_VERSION, "facts": self._facts}, indent=2) + "\n"
@@ -213,7 +213,7 @@ class FeatureCache:
         except (OSError, SafetensorError) as error:
             raise OSError(
                 getattr(error, "errno", errno.EIO),
-                f"{path} could not be written ({error}). The {len(self):,} examples written before stay. {_LESS}",
+                f"{path} could not be written ({error}). The {len(self):,} examples written before stay. {_MAKE_ROOM}",
             ) from error
 
     def fill(
