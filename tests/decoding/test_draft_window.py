@@ -3,8 +3,9 @@
 import pytest
 import torch
 
-from hf_dspark import DecodingOptions, FullBlock, Scheduler, generate_many, profile_throughput
+from hf_dspark import DecodingOptions, FullBlock, Policy, Scheduler, generate_many, profile_throughput
 from hf_dspark.decoding.drafter import USUAL_WINDOW, Drafter
+from hf_dspark.decoding.prefixes import PrefixMemory
 from hf_dspark.models.modeling_draft import DraftModel
 from hf_dspark.models.slot_cache import SlotCache
 from tests.decoding.test_eagle3_trees import SHAPES, AnyTree
@@ -157,6 +158,57 @@ def test_the_cache_of_a_conversation_stays_small_and_goes_on(target, draft, long
     again = target.generate(**batch, past_key_values=cache, assistant_model=draft, **options).sequences
     expected = [alone(target, row, eos_token_id=None) for row in edited]
     assert_rows(again, batch["input_ids"].shape[1], expected)
+
+
+class Rarely(Policy):
+    """Drafts in two of twelve rounds: features wait meanwhile, and the window cuts them."""
+
+    def __init__(self):
+        self.rounds = 0
+
+    def plan_draft(self, load):
+        self.rounds += 1
+        return self.rounds % 12 in (2, 3)
+
+
+def edited_turns(target, draft, said, cut):
+    options = GREEDY | {"eos_token_id": None, "max_new_tokens": 30}
+    first = target.generate(**padded(said), assistant_model=draft, return_dict_in_generate=True, **options)
+    answers = first.sequences[:, -30:].tolist()
+    batch = padded([[*row, *answer][: len(row) + cut] + [9, 33] for row, answer in zip(said, answers, strict=True)])
+    draft.decoding = OPTIONS
+    target.generate(**batch, past_key_values=first.past_key_values, assistant_model=draft, **options)
+
+
+def prompts_that_begin_alike(target, draft, said, cut):
+    """The second is read in two parts, and departs from what the first one's answer went on with."""
+    options = GREEDY | {"eos_token_id": None, "max_new_tokens": 30}
+    prefixes, whole = PrefixMemory(2**24), [*said[0], *alone(target, said[0], **options)]
+    for prompt in (said[0], whole[: len(said[0]) + cut] + [9, 33], whole):
+        many = generate_many(target, draft, [prompt], None, 1, False, prefixes=prefixes, **options)
+        assert next(many).error is None
+        draft.decoding = OPTIONS
+    assert prefixes.num_reused > 60
+
+
+@pytest.mark.parametrize("cut", [2, 11, 16, 25, 29])
+@pytest.mark.parametrize("door", [edited_turns, prompts_that_begin_alike])
+def test_what_waits_is_read_at_its_place_whatever_was_cut_off(target, draft, long_prompts, monkeypatch, door, cut):
+    read, seen = Drafter._read, []
+
+    def watched(drafter, requests, *args):
+        for row, request in enumerate(requests):
+            states = target(request.token_ids[None, :-1], output_hidden_states=True).hidden_states
+            waiting, cache = torch.cat(request.features), drafter.cache
+            close(waiting, select_features(states, draft.config.target_layer_ids)[0, -len(waiting) :])
+            assert cache.offsets[row] + cache.lengths[row] + len(waiting) == request.anchor_position
+        seen.append(len(requests))
+        return read(drafter, requests, *args)
+
+    monkeypatch.setattr(Drafter, "_read", watched)
+    draft.decoding = DecodingOptions(policy=Rarely(), draft_window=WINDOW, prompt_lookup=False)
+    door(target, draft, long_prompts, cut)
+    assert len(seen) > 8
 
 
 @pytest.mark.parametrize(

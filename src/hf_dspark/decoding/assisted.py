@@ -169,11 +169,11 @@ class DSparkCandidateGenerator(CandidateGenerator):
                 whole = len(features)
                 features = features[mask[0, :whole].bool().to(features.device)]
                 self._request.hidden_prompt = len(features) - whole
-            self._drafter.keep(self._request, features)
+            self._drafter.keep(0, self._request, features, self._request.anchor_position)
         else:
             # The last pass saw [old anchor, drafts]; of these the old anchor and the accepted drafts are committed.
-            self._drafter.keep(self._request, features[: int(n_last_matches) + 1])
-        self._request.token_ids = input_ids[0]
+            self._request.token_ids = input_ids[0]
+            self._drafter.keep(0, self._request, features[: int(n_last_matches) + 1], self._request.anchor_position)
         requests = [self._request]
         self._proposal = self._drafter.propose(requests, self._drafter.noise(requests))
         self._request.blocks += 1

@@ -233,16 +233,18 @@ class Drafter:
         with self._own_precision():
             return self.draft.sample_block(*slots, anchors, sampler, is_tail=True)
 
-    def keep(self, request: Request, features: torch.Tensor) -> None:
-        """Keep features of committed tokens, `[n, m*d]`, until the draft reads them, if it will see them."""
+    def keep(self, row: int, request: Request, features: torch.Tensor, end: int) -> None:
+        """Keep features of committed tokens, `[n, m*d]`, which end right before a position, until the draft reads
+        them, if it will see them: the context in its row of the cache always ends where they begin."""
         request.features.append(features)
         if self.window is not None and _num_features([request])[0] > self.window:
             request.features[:] = [joined(request.features)[-self.window :].clone()]
+            self.make_room(row, request, end)
 
-    def make_room(self, row: int, request: Request) -> None:
-        """Prepare a row of the cache for the features of a request, which end right before its anchor."""
+    def make_room(self, row: int, request: Request, end: int) -> None:
+        """Prepare a row of the cache for the features of a request, which end right before a position."""
         self.cache.window = self.window  # it may be a new one
-        self.cache.make_room(row, _num_features([request])[0], request.anchor_position)
+        self.cache.make_room(row, _num_features([request])[0], end)
 
     def has_given_up(self, request: Request) -> bool:
         return request.id in self._given_up
@@ -283,7 +285,7 @@ class Drafter:
         counts = [count + draft.reads_own_tokens for count in num_features]
         committed_ids = joined(list(map(Request.last_ids, requests, counts)))
         for row, request in enumerate(requests):
-            self.make_room(row, request)
+            self.make_room(row, request, request.anchor_position)
         before = self.cache.lengths
         try:
             with self._own_precision():

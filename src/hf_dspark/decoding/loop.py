@@ -190,7 +190,7 @@ class DecodingLoop:
             self.recording.drop(request.id, len(new_tokens) - kept)
             # The old anchor and all but the last new token are in the cache now; the last one is the new anchor.
             self.cache.commit(row, kept)
-            self.drafter.keep(request, features[:kept])
+            self.drafter.keep(row, request, features[:kept], request.anchor_position)
             num_committed.append(kept)
             self._stream(request, new_tokens[:kept])
         return num_committed
@@ -254,7 +254,7 @@ class DecodingLoop:
             self.cache.commit(len(self.requests), len(prompt))
             self.requests.append(request)
             request.append([token])
-            self.drafter.make_room(len(self.requests) - 1, request)
+            self.drafter.make_room(len(self.requests) - 1, request, request.anchor_position)
         failed = None
         for row, (request, token) in enumerate(zip(requests, tokens, strict=True)):
             self.recording.add(request.id, logits[row : row + 1], scores[row : row + 1])
@@ -293,6 +293,7 @@ class DecodingLoop:
             output = self._forward(joined(parts), layout, types, logits_at=last, verifying=False)
             logits |= dict(zip(rows, output.logits, strict=True))
             for row in rows:
-                self.drafter.keep(requests[row], output.features[tokens[row]])
+                end = starts[row] + len(parts[row])
+                self.drafter.keep(first_row + row, requests[row], output.features[tokens[row]], end)
                 self.recording.add_prompt(requests[row].id, output, tokens[row])
         return logits

@@ -108,8 +108,7 @@ class PrefixMemory:
             loop.read(requests, parts, chunk_size)
             for row, (request, part) in enumerate(zip(requests, parts, strict=True), start=len(loop.requests)):
                 if len(part):
-                    num_features = sum(map(len, request.features))
-                    loop.drafter.cache.make_room(row, num_features, loop.cache.lengths[row])
+                    loop.drafter.make_room(row, request, loop.cache.lengths[row])
                     self.keep(loop, row, request)
         first = len(loop.requests)
         lengths = loop.cache.lengths[first : first + len(requests)]
