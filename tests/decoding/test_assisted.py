@@ -85,7 +85,9 @@ def test_the_candidate_generator_drafts_for_transformers_assisted_loop(target, d
         assert draft.last_stats.tau > 1.5 and not any(module._forward_hooks for module in target.modules())
 
 
-def test_the_candidate_generator_drafts_for_a_loop_of_ones_own(target, draft, prompts):
+@pytest.mark.parametrize("kind", ["draft", "ordinary"])
+def test_the_candidate_generator_drafts_for_a_loop_of_ones_own(target, draft, prompts, kind):
+    draft = draft if kind == "draft" else copy.deepcopy(target)
     ids = torch.tensor(prompts[:1])
     plain = target.generate(ids, **(GREEDY | {"max_new_tokens": 20, "eos_token_id": None}))
     cache, matches = DynamicCache(config=target.config), None
@@ -101,7 +103,7 @@ def test_the_candidate_generator_drafts_for_a_loop_of_ones_own(target, draft, pr
             ids = torch.cat([ids, best[None, : matches + 1]], dim=1)
             generator.update_candidate_strategy(ids, logits[:, -len(drafts) - 1 :], matches)
     assert torch.equal(ids[:, : plain.shape[1]], plain)
-    assert draft.last_stats.tau > 1.5
+    assert generator.draft.last_stats.tau > 1.5
 
 
 def test_the_candidate_generator_refuses_what_it_cannot_serve(target, draft, make_target):

@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 
-from hf_dspark import calibrate, evaluate, generate_many, profile_throughput
+from hf_dspark import DSparkCandidateGenerator, calibrate, evaluate, generate_many, profile_throughput
 from hf_dspark.models.auto import is_draft, require_pair
 
 
@@ -19,21 +19,33 @@ def test_drafts_are_told_by_their_config_and_targets_by_their_generation(pair):
     require_pair(Wrapped(), draft)
 
 
-@pytest.mark.parametrize(
+taking_a_pair = pytest.mark.parametrize(
     "taking_a_pair",
     [
         lambda target, draft: calibrate(target, draft, [[1, 2]]),
         lambda target, draft: evaluate(target, draft, {"task": ["a"]}, None),
         lambda target, draft: generate_many(target, draft, [[1, 2]]),
         profile_throughput,
+        DSparkCandidateGenerator,
     ],
-    ids=["calibrate", "evaluate", "generate_many", "profile_throughput"],
+    ids=["calibrate", "evaluate", "generate_many", "profile_throughput", "DSparkCandidateGenerator"],
 )
+
+
+@taking_a_pair
+def test_a_draft_without_weights_is_refused_by_every_door(pair, taking_a_pair):
+    with pytest.raises(ValueError, match="the draft is on the meta device, offloaded or without weights"):
+        taking_a_pair(pair[0], copy.deepcopy(pair[1]).to("meta"))
+
+
+@taking_a_pair
 def test_what_is_no_pair_of_loaded_models_is_named(pair, taking_a_pair):
     target, draft = pair
     for given, message in (
         ((draft, target), "the target comes first and its draft second, got the draft DSparkDraftModel"),
         ((target, target), f"Eagle3DraftModel is needed, got {type(target).__name__}$|the target is its own draft"),
+        ((type(target), draft), "a target is needed, got the class Qwen3ForCausalLM$"),
+        ((target, type(draft)), "Eagle3DraftModel is needed, got the class DSparkDraftModel$"),
         ((target, "me/draft"), "got the name 'me/draft': load it, DSparkDraftModel.from_pretrained"),
         (("me/target", draft), "got the name 'me/target': load it, AutoModelForCausalLM.from_pretrained"),
     ):
@@ -50,5 +62,5 @@ def test_generation_needs_a_target_that_generates_and_a_draft_that_is_loaded(pai
         target.generate(assistant_model="me/draft", max_new_tokens=2)
     containers = ([draft], (draft,), {"draft": draft}, torch.nn.Sequential(draft), torch.nn.DataParallel(draft))
     for held in (*containers, type(draft), draft.config, draft.state_dict(), False):
-        with pytest.raises(TypeError, match="Eagle3DraftModel is needed, got [a-zA-Z0-9]+$"):
+        with pytest.raises(TypeError, match="Eagle3DraftModel is needed, got (the class )?[a-zA-Z0-9]+$"):
             target.generate(assistant_model=held, max_new_tokens=2)

@@ -14,12 +14,14 @@ import torch
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 from transformers.generation import CandidateGenerator
 
+from ..models.auto import require_pair
 from ..models.modeling_draft import DraftModel
 from ..sampling.distributions import Scores
 from ..sampling.drafts import Verified
 from ..scheduling.options import DecodingOptions
 from ..scheduling.rounds import RoundSeconds
 from ..targets import int8_outliers
+from ..targets.assistant_draft import as_draft
 from ..targets.feature_capture import FeatureCapture, add_hook, remove_hook
 from ..targets.int8_outliers import outliers_of_each
 from .checks import processor_obstacles, refuse
@@ -37,7 +39,7 @@ class DSparkCandidateGenerator(CandidateGenerator):
 
     Args:
         target (`PreTrainedModel`): The causal LM that verifies.
-        draft ([`DraftModel`]): Its draft.
+        draft (`PreTrainedModel`): Its draft, or a causal LM with its tokenizer, see [`AssistantDraft`].
         generation_config (`GenerationConfig`, *optional*): Says whether drafts are sampled, where a sequence ends and
             how long it gets. Default: the target's.
         logits_processor (`LogitsProcessorList`, *optional*): What the loop applies to the target's logits before it
@@ -45,6 +47,7 @@ class DSparkCandidateGenerator(CandidateGenerator):
         options ([`DecodingOptions`], *optional*): How to draft. Default: `draft.decoding`.
 
     Raises:
+        TypeError: If these are no target and no draft.
         ValueError: If the target, the options or the processors cannot be decoded with this draft.
 
     Example:
@@ -78,6 +81,8 @@ class DSparkCandidateGenerator(CandidateGenerator):
         logits_processor: LogitsProcessorList | None = None,
         options: DecodingOptions | None = None,
     ) -> None:
+        draft = as_draft(draft, target)
+        require_pair(target, draft)
         config = copy.copy(generation_config or target.generation_config)
         drop_cache_of_files(target, config)
         plan, reasons = plan_call(target, draft, options or draft.decoding, config, {})

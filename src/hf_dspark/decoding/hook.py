@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from transformers import GenerationConfig, PreTrainedModel
 
-from ..models.auto import require_draft
+from ..models.auto import require_draft, weights_obstacle
 from ..models.modeling_draft import DraftModel
 from ..scheduling.costs import ThroughputTable
 from ..scheduling.options import DecodingOptions
@@ -164,9 +164,8 @@ def plan_call(
     threshold, max_drafts, schedule = map(cutoff.get, CUTOFF_ARGUMENTS)
     reasons = generation_obstacles(target) + support.draft_obstacles(draft.config, draft.drafts_blocks)
     reasons += option_obstacles(config, target.generation_config, schedule, max_drafts)
+    reasons += filter(None, [weights_obstacle(draft)])
     draft.config.check_values("draft_top_k")
-    if draft.drafts_blocks and draft.device.type == "meta":
-        reasons.append("the draft is on the meta device, offloaded or without weights: load it onto another device")
     device = support.input_device
     if draft.drafts_blocks and draft.device.type == "cpu" and device.type not in ("cpu", "meta"):
         warnings.warn(

@@ -80,7 +80,7 @@ def refuse_misread(assistant: Any) -> None:
 
 
 def require_pair(target: Any, draft: Any) -> None:
-    """Raise a `TypeError` unless these are a target and a draft."""
+    """Raise a `TypeError` unless these are a target and a draft, and a `ValueError` if the draft cannot run."""
     require_target(target)
     require_draft(draft)
 
@@ -88,17 +88,28 @@ def require_pair(target: Any, draft: Any) -> None:
 def require_target(target: Any) -> None:
     if is_draft(target):
         raise TypeError(f"the target comes first and its draft second, got the draft {type(target).__name__} first")
-    if not callable(getattr(target, "generate", None)):  # PEFT's wrappers are no PreTrainedModel, and can
+    # PEFT's wrappers are no PreTrainedModel, and can.
+    if isinstance(target, type) or not callable(getattr(target, "generate", None)):
         raise _not_loaded("a target", target, "AutoModelForCausalLM")
 
 
 def require_draft(draft: Any) -> None:
+    """Raise a `TypeError` unless this is a draft, and a `ValueError` if its weights are elsewhere."""
     if not is_draft(draft):
         raise _not_loaded("an AssistantDraft, a DSparkDraftModel or an Eagle3DraftModel", draft, "DSparkDraftModel")
+    if (obstacle := weights_obstacle(draft)) is not None:
+        raise ValueError(obstacle)
+
+
+def weights_obstacle(draft: DraftModel) -> str | None:
+    """Return why a draft has no weights that it could run with."""
+    if draft.drafts_blocks and draft.device.type == "meta":
+        return "the draft is on the meta device, offloaded or without weights: load it onto another device"
+    return None
 
 
 def _not_loaded(wanted: str, given: Any, loader: str) -> TypeError:
-    got = type(given).__name__
+    got = f"the class {given.__name__}" if isinstance(given, type) else type(given).__name__
     if isinstance(given, (str, os.PathLike)):
         got = f"the name {os.fspath(given)!r}: load it, {loader}.from_pretrained(...)"
     return TypeError(f"{wanted} is needed, got {got}")

@@ -7,6 +7,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache
 
 from ..cpu import fast_linears
+from ..models.auto import require_target
 from ..models.slot_cache import SlotCache, SlotLayout
 from .int8_outliers import outliers_of_each
 from .slot_attention import PackedTarget
@@ -43,6 +44,7 @@ def check_target(target: PreTrainedModel, seed: int = 0) -> float:
     print(check_target(target))  # such as 3e-07
     ```
     """
+    require_target(target)
     support = TargetSupport.of(target)
     if support.state_obstacle is not None:
         raise ValueError(support.state_obstacle)

@@ -402,8 +402,8 @@ def _draft_to_train(model: DraftModel | str, args: DSparkTrainingArguments) -> D
     # Updates are smaller than half precision can hold: autocast computes in it, the weights stay wide.
     draft = load_draft(model, dtype=torch.float32) if isinstance(model, str) else model
     require_draft(draft)
-    if draft.device.type == "meta" or not any(each.requires_grad for each in draft.parameters()):
-        raise ValueError("nothing of the draft can be trained: all is frozen, or on the meta device (offloaded)")
+    if not any(each.requires_grad for each in draft.parameters()):
+        raise ValueError("nothing of the draft can be trained, all is frozen: call draft.requires_grad_(True)")
     if draft.dtype in (torch.float16, torch.bfloat16):
         cure = "load it with dtype=torch.float32, and set bf16=True to compute in bfloat16"
         warnings.warn(f"small updates are lost in the draft's {draft.dtype}: {cure}", stacklevel=3)
