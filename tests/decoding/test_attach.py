@@ -405,3 +405,35 @@ def test_what_cannot_be_attached_is_said_at_once(pair, make, draft, error, messa
     if target is pair[0]:  # and nothing is attached
         with pytest.raises(TypeError, match="draft=None"):
             generate_many(target, None, [[1]])
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda held: pickle.loads(pickle.dumps(held))])
+@pytest.mark.parametrize("kind", ["draft", "ngram"])
+def test_a_copy_of_an_attachment_tells_what_it_told_and_assists_no_model(target, draft, prompts, copied, kind):
+    attached = attach(target, kind if kind == "ngram" else draft)
+    target.generate(**padded(prompts[:1]), **GREEDY)
+    target.generate(**padded(prompts[:1]), **GREEDY | {"num_beams": 2})
+    other = copied({"model": target, "attached": attached})["attached"]
+    assert (other.num_assisted, other.plain_calls, repr(other)) == (1, attached.plain_calls, repr(attached))
+    with other:
+        other.count(["a reason of its own"])
+    target.generate(**padded(prompts[:1]), **GREEDY)
+    assert attached.num_assisted == 2 and len(attached.plain_calls) == 1
+
+
+def test_classes_are_no_targets(target, draft):
+    for given in (type(target), object, draft):
+        with pytest.raises(TypeError, match="a target is needed, got the class|the target comes first"):
+            attach(given, draft)
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_prompt_lookup_follows_a_target_that_changes(make_target, rows):
+    target = make_target()
+    attached, batch = attach(target, "ngram"), padded([[5, 9, 30, 5, 9], [4, 4, 4], [7, 8, 7, 8]][:rows])
+    for change in (lambda: target.resize_token_embeddings(61), target.double, target.bfloat16, target.float):
+        change()
+        plain = target.generate(**batch, assistant_model=None, **GREEDY)
+        assert torch.equal(target.generate(**batch, **GREEDY), plain) or target.dtype == torch.bfloat16
+        assert attached.draft.last_stats.rounds and attached.draft.dtype == target.dtype
+    assert (attached.num_assisted, attached.num_plain) == (4, 0)

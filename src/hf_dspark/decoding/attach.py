@@ -48,7 +48,6 @@ class Attachment:
         self.plain_calls: Counter[str] = Counter()
         self._target = weakref.ref(target)
         self._reasons: dict[str, str] = {}  # as first met, by what they say without numbers
-        self._counting = threading.Lock()
         self._is_entered = False
         self._before = _attached.get(target)  # comes back after a `with` block
         if self._before is not None and not self._before._is_entered:
@@ -58,6 +57,9 @@ class Attachment:
     def __repr__(self) -> str:
         name = getattr(self.draft, "name_or_path", "no draft") or type(self.draft).__name__
         return f"Attachment({name}: {self.num_assisted} calls assisted, {self.num_plain} plain)"
+
+    def __getstate__(self) -> dict[str, Any]:
+        return vars(self) | {"_target": type(None), "_before": None}  # a copy assists no model
 
     def __enter__(self) -> "Attachment":
         self._is_entered = True
@@ -79,7 +81,7 @@ class Attachment:
     def count(self, reasons: Iterable[str] = ()) -> None:
         """Count a call, which is decoded without the draft for some reasons, and warn of those that are new."""
         reasons = [reason.replace("drop assistant_model", "leave it plain") for reason in reasons]
-        with self._counting:
+        with _counting:
             names = [self._reasons.setdefault(re.sub(r"\d+", "", reason), reason) for reason in reasons]
             new = [name for name in names if not self.plain_calls[name]]
             self.plain_calls.update(names)
@@ -91,6 +93,7 @@ class Attachment:
             warnings.warn(f"{said}: {'; '.join(new)}", stacklevel=4)
 
 
+_counting = threading.Lock()
 _attached: "weakref.WeakKeyDictionary[PreTrainedModel, Attachment]" = weakref.WeakKeyDictionary()
 
 
@@ -107,7 +110,7 @@ def attach(
     The output stays that of plain `generate()`. A call that a draft cannot assist (beams, a static cache, ...) is
     decoded without it; each reason is warned about once, and counted. A call's own `assistant_model` or
     `prompt_lookup_num_tokens` goes before, and `assistant_model=None` decodes without a draft. Nothing of it is saved,
-    pickled or copied with the model.
+    pickled or copied with the model: a copy has no draft attached.
 
     Args:
         target (`PreTrainedModel`): The causal LM, or what PEFT or `torch.compile` made of it.

@@ -162,6 +162,8 @@ def plan_call(
     warn_if_untested()
     support = TargetSupport.of(target)
     threshold, max_drafts, schedule = map(cutoff.get, CUTOFF_ARGUMENTS)
+    if not draft.drafts_blocks:  # it follows any target
+        draft.bind(target)
     reasons = generation_obstacles(target) + support.draft_obstacles(draft.config, draft.drafts_blocks)
     reasons += option_obstacles(config, target.generation_config, schedule, max_drafts)
     reasons += filter(None, [weights_obstacle(draft)])

@@ -6,6 +6,7 @@ import torch
 from transformers import PreTrainedModel
 
 from ..sampling.drafts import Drafts, Sampler
+from .configuration_draft import text_config
 from .configuration_dspark import DSparkConfig
 from .modeling_draft import DraftModel
 
@@ -38,6 +39,13 @@ class PromptLookup(DraftModel):
         config = DSparkConfig.from_target(target, target_layer_ids=[-1], confidence_head_with_markov=False, **facts)
         super().__init__(config)
         self._home = target.device, target.dtype
+
+    def bind(self, target: PreTrainedModel) -> "PromptLookup":
+        """Follow a target as it is now, of any size, and return the draft itself."""
+        text, self._home = text_config(target), (target.device, target.dtype)
+        self.config.vocab_size, self.config.hidden_size = text.vocab_size, text.hidden_size
+        self.config.num_target_layers = text.num_hidden_layers
+        return super().bind(target)
 
     @property
     def device(self) -> torch.device:
