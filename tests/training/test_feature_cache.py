@@ -269,3 +269,13 @@ def test_full_disk_leaves_what_was_finished_and_says_so(target, tmp_path, monkey
     cache = fill(target, tmp_path)
     assert num_passes() - before == 3
     assert_holds(cache, target)
+
+
+def test_a_target_that_is_trained_besides_is_read_without_dropout_and_left_in_its_modes(make_target, tmp_path):
+    target = make_target(attention_dropout=0.5)
+    target.train()
+    target.model.layers[1].eval()
+    modes = [module.training for module in target.modules()]
+    cache = fill(target, tmp_path)
+    assert [module.training for module in target.modules()] == modes
+    assert_holds(cache, target.eval())

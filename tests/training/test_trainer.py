@@ -153,6 +153,18 @@ def test_evaluation_reports_tau_and_acceptance_by_slot_and_the_best_model_is_cho
     assert all("eval_tau" not in entry for entry in trainer.state.log_history if "tau" in entry)
 
 
+def test_a_target_is_read_without_dropout_and_left_in_its_modes(make_trainer, make_target, logged):
+    losses = []
+    for mode in (False, True):
+        target = make_target(attention_dropout=0.5).train(mode)
+        trainer = make_trainer(target=target, max_steps=2, logging_steps=1)
+        trainer.train()
+        trainer.evaluate()
+        assert {module.training for module in target.modules()} == {mode}
+        losses.append(logged(trainer, "loss"))
+    assert losses[0] == losses[1]
+
+
 def test_evaluations_have_their_own_names_and_sums_are_repeatable_and_leave_the_random_state_alone(make_trainer, rows):
     trainer, state = make_trainer(), torch.random.get_rng_state()
     alone = trainer.evaluate()["eval_tau"]

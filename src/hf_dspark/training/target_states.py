@@ -44,6 +44,18 @@ class TargetStates(NamedTuple):
     last_hidden: torch.Tensor  # after the final norm, [..., S, d]: the LM head's input
 
 
+@contextmanager
+def evaluating(target: PreTrainedModel) -> Iterator[None]:
+    """Run a target without dropout, and leave each module in the mode that it was in."""
+    training = [module for module in target.modules() if module.training]
+    try:
+        target.eval()
+        yield
+    finally:
+        for module in training:
+            module.training = True
+
+
 @torch.no_grad()
 def target_states(
     target: PreTrainedModel,
@@ -68,7 +80,7 @@ def target_states(
     support = TargetSupport.of(target)
     home, capture = support.input_device, FeatureCapture(support, target_layer_ids)
     try:
-        with capture:
+        with evaluating(target), capture:
             output = support.decoder(use_cache=False, **{name: value.to(home) for name, value in rows.items()})
             features = capture.take(device, dtype)
     finally:
@@ -106,7 +118,8 @@ def require_same_logits(target: PreTrainedModel, draft: DraftModel) -> None:
     """
     layer_ids, home = draft.config.target_layer_ids, TargetSupport.of(target).input_device
     input_ids = torch.arange(1, 9, device=home)[None] % draft.config.vocab_size
-    logits = target(input_ids=input_ids, use_cache=False).logits.float().cpu()
+    with evaluating(target):
+        logits = target(input_ids=input_ids, use_cache=False).logits.float().cpu()
     states = target_states(target, layer_ids, input_ids, torch.ones_like(input_ids), draft.device, torch.float32)
     ours = draft.target_logits(states.last_hidden).float().cpu()
     difference = ((ours - logits).norm() / logits.norm()).item()
@@ -225,7 +238,6 @@ class FeatureCache:
         # By content, not by place: processes that start at different times see different rows missing.
         missing = [ids for ids in missing if hash(tuple(ids)) % num_ranks == rank]
         missing.sort(key=len, reverse=True)  # if memory is short, it shows at once
-        self._target.eval()
         hidden = None if progress else True  # None: where stderr is no terminal
         with tqdm(total=sum(map(len, missing)), desc="caching features", unit="token", disable=hidden) as bar:
             for start in range(0, len(missing), batch_size):
@@ -345,7 +357,7 @@ class TargetSource:
         # One that was spread over devices or quantised is where it must be.
         if getattr(target, "hf_device_map", None) is None and not getattr(target, "is_quantized", False):
             target.to(device)
-        draft.bind(target.eval())
+        draft.bind(target)
         require_same_logits(target, draft)
         if args.packing:
             require_separable_documents(target, draft.config.target_layer_ids)
