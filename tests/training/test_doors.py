@@ -110,7 +110,11 @@ def test_adapters_are_trained_in_every_layer_of_a_draft(kind, tmp_path):
     adapted = peft.get_peft_model(draft, peft.LoraConfig(target_modules=layers, init_lora_weights=False))
     before = {name: weight.detach().clone() for name, weight in adapted.named_parameters()}
     arguments = tiny_arguments(str(tmp_path), "dspark" if kind == "own" else kind, max_steps=1)
-    DSparkTrainer(adapted, target, arguments, tiny_rows(6)).train()
+    trainer = DSparkTrainer(adapted, target, arguments, tiny_rows(6))
+    trainer.train()
+    trainer.save_model()
+    with pytest.raises(ValueError, match="the draft has adapters, .* save it whole"):
+        trainer.create_model_card()
     trained = {name for name, weight in adapted.named_parameters() if not torch.equal(weight, before[name])}
     assert trained == {name for name in before if "lora" in name}
 
@@ -124,7 +128,8 @@ def test_a_draft_of_which_nothing_can_be_trained_is_refused(place, tmp_path):
         draft.to("meta")
     else:
         accelerate.cpu_offload(draft, execution_device=torch.device("cpu"))
-    with pytest.raises(ValueError, match=r"nothing of the draft can be trained: all is frozen, or .*offloaded"):
+    message = "all is frozen: call draft.requires_grad_" if place == "frozen" else "on the meta device, offloaded or"
+    with pytest.raises(ValueError, match=message):
         DSparkTrainer(draft, target, tiny_arguments(str(tmp_path)), tiny_rows(6))
 
 

@@ -187,6 +187,11 @@ def write_training_card(
 ) -> None:
     """Write a run's result file, the model card and the one-file decoder; see `DSparkTrainer.create_model_card`."""
     folder = Path(trainer.args.output_dir)
+    if hasattr(trainer.draft, "peft_config"):
+        cure = (
+            "save it whole, trainer.draft.merge_and_unload().save_pretrained(folder), and publish it by push_to_hub()"
+        )
+        raise ValueError(f"the draft has adapters, which {folder} holds alone and no card describes: {cure}")
     if not (folder / CONFIG_FILE).exists():
         raise FileNotFoundError(f"{folder} holds no draft yet: call save_model() first")
     # With FSDP, this process holds a shard of the weights; what was saved is whole.
