@@ -34,10 +34,12 @@ PLAIN_LAYERS = {"DynamicLayer", "DynamicSlidingWindowLayer", "DummyLayer"}
 DYNAMIC_CACHES = ("dynamic", "dynamic_full")
 OTHER_DRAFTERS = ("prompt_lookup_num_tokens", "use_mtp", "assistant_early_exit", "speculation_type")
 UNASKED = (("num_beams", 1), *((name, False) for name in OTHER_DRAFTERS))  # values that ask for nothing
-# Built-in processors that keep state between calls, which drafting would advance, by the options that ask for them.
-STATEFUL_PROCESSORS = {
+# Built-in processors that keep state between calls, which drafting would advance, and a criterion, by the options that
+# ask for them.
+OPTIONS_OF = {
     "UnbatchedClassifierFreeGuidanceLogitsProcessor": "guidance_scale",
     "SynthIDTextWatermarkLogitsProcessor": "watermarking_config",
+    "StopStringCriteria": "stop_strings",
 }
 # The first version whose assisted loop was found right for prompts given as embeddings; 5.17.0 was found wrong.
 INPUTS_EMBEDS_SINCE = "5.23.0"
@@ -73,7 +75,7 @@ def option_obstacles(
     mode, cache = config.get_generation_mode(), config.cache_implementation
     others = [name for name in OTHER_DRAFTERS if getattr(config, name, None) not in (None, False)]
     ensemble = getattr(config, "assistant_ensemble_weight", None) is not None
-    modes = stated("num_beams", "penalty_alpha", "dola_layers")
+    modes, chunk = stated("num_beams", "penalty_alpha", "dola_layers"), config.prefill_chunk_size
     return _present(
         {
             f"the draft cannot assist {mode.value!r}, it keeps one hypothesis: use num_beams=1 and neither "
@@ -89,6 +91,8 @@ def option_obstacles(
             "number of tokens: draft.decoding = DecodingOptions(policy=...)": schedule not in (None, "constant"),
             f"num_assistant_tokens must be a number of tokens, at least 1, got {max_drafts!r}": max_drafts is not None
             and (type(max_drafts) is not int or max_drafts < 1),
+            f"prefill_chunk_size must be a number of tokens, at least 1, got {chunk!r}: drop it"
+            f"{stated('prefill_chunk_size')}": chunk is not None and (type(chunk) is not int or chunk < 1),
         }
     )
 
@@ -289,8 +293,8 @@ def _transformers_loop_obstacles(call: Call, obstacle: str) -> list[str]:
     types = " and ".join(sorted(name for name in TYPE_ARGUMENTS if call.model_kwargs.get(name) is not None))
     attends, weights = call.support.text._attn_implementation, _returns_attentions(call)
     is_unfit, name = isinstance(call.cache, SlotCache | StaticCache), type(call.cache).__name__
-    asked = " and ".join(type(each).__name__ for each in call.stopping_criteria if type(each) not in KNOWN_CRITERIA)
-    asked = asked.replace("StopStringCriteria", "stop_strings")
+    others = (type(each).__name__ for each in call.stopping_criteria if type(each) not in KNOWN_CRITERIA)
+    asked = " and ".join(OPTIONS_OF.get(name, name) for name in others)
     return _present(
         {
             "the target's embedding is offloaded, and transformers' assisted loop looks there for the device of its "
@@ -324,8 +328,8 @@ def processor_obstacles(call: Call, vocab_size: int) -> Iterator[str]:
     row is not what it is alone, since it calls them row by row."""
     for processor in call.logits_processor:
         name = type(processor).__name__
-        if name in STATEFUL_PROCESSORS:
-            option, own = STATEFUL_PROCESSORS[name], call.support.target.generation_config
+        if name in OPTIONS_OF:
+            option, own = OPTIONS_OF[name], call.support.target.generation_config
             stated = _stated(call.generation_config, own, option)
             yield f"{option} (a {name}) keeps state between calls: drop it, or drop assistant_model{stated}"
         elif not is_built_in(processor) and not isinstance(processor, ReversibleProcessor):
