@@ -236,7 +236,7 @@ def _nothing_learned(monkeypatch, request):
         flat = ThroughputTable((1, 4096), (1.0, 1.0))
         monkeypatch.setattr("hf_dspark.scheduling.step_costs.estimated_cost", lambda *_: flat)
         monkeypatch.setattr(LearnedCosts, "observe", lambda *_: None)
-        monkeypatch.setattr(LearnedCosts, "new_key", lambda _: 0)
+        monkeypatch.setattr("hf_dspark.scheduling.learning.CallKeys", lambda odd: lambda: 0)
         monkeypatch.setattr(LearnedAcceptance, "wants_trees", False)
         monkeypatch.setattr("hf_dspark.scheduling.learning.FIRST_PLAIN", 10**9)
         monkeypatch.setattr(LearnedAcceptance, "_observe_chains", lambda *_: None)

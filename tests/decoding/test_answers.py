@@ -9,6 +9,7 @@ import torch
 
 from hf_dspark import DecodingOptions, FullBlock, PromptLookup, Scheduler, attach, detach, generate_many
 from hf_dspark.decoding import loop as loop_module
+from hf_dspark.sampling.noise import CallKeys
 from hf_dspark.scheduling.prompt_lookup import LONGEST, AnswerMemory, MatchAcceptance, NgramMatcher
 from tests.decoding.test_lossless_batches import enumerate_rounds
 from tests.distributions import PROMPT, chi_square_p_value, distribution_of_call, make_pair
@@ -167,7 +168,7 @@ def distance(monkeypatch, pair, policy, **options):
     for answer in EARLIER:  # by earlier calls
         remembered(answers, PROMPT[0].tolist(), answer)
     monkeypatch.setattr(MatchAcceptance, "of", lambda self, length: 0.9)
-    monkeypatch.setattr(AnswerMemory, "new_key", lambda self: 0)  # each path is a call of its own
+    monkeypatch.setattr(CallKeys, "__call__", lambda self: 0)  # each path is a call of its own
     options = {"prompts": PROMPT.tolist(), "length": 6, "answers": answers} | options
     found, counts = enumerate_rounds(monkeypatch, *pair, policy, **options)
     return found, max(map(max, counts))
@@ -213,7 +214,7 @@ def second_calls(target, draft, seeds, length=4):
 def test_a_seed_that_returns_does_not_bring_its_noise_back(make_target, monkeypatch, is_honest):
     target, _ = make_pair(make_target, seed=5)
     if not is_honest:
-        monkeypatch.setattr(AnswerMemory, "new_key", lambda self: 0)
+        monkeypatch.setattr(CallKeys, "__call__", lambda self: 0)
     p_value = second_calls(target, PromptLookup(target), seeds=150)
     assert p_value > 1e-3 if is_honest else p_value < 1e-6
 

@@ -7,6 +7,7 @@ import torch
 
 from hf_dspark import ConfidenceThreshold, DecodingOptions, FullBlock, PromptLookup, attach, decode_with, generate_many
 from hf_dspark.decoding import drafter as drafter_module
+from hf_dspark.sampling.noise import CallKeys
 from hf_dspark.scheduling import step_costs
 from hf_dspark.scheduling.costs import ThroughputTable
 from hf_dspark.scheduling.learning import LearnedCosts
@@ -98,7 +99,7 @@ def test_a_policy_that_learnt_from_a_seed_has_the_targets_distribution_with_it(m
     monkeypatch.setattr(step_costs, "estimated_cost", lambda *_: cost)
     monkeypatch.setattr(LearnedCosts, "observe", lambda *_: None)
     if not is_honest:
-        monkeypatch.setattr(LearnedCosts, "new_key", lambda _: 0)
+        monkeypatch.setattr(CallKeys, "__call__", lambda _: 0)
     for seed in range(250):
         step_costs.read_again()
         for _ in range(2):

@@ -5,6 +5,7 @@ between requests, or used twice, would change the distribution of the output.
 """
 
 import functools
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -40,6 +41,17 @@ def block_noise(
     if device.type == "mps":
         uniforms = uniforms.clamp_max(LARGEST_SINGLE).float()
     return BlockNoise(uniforms[:, :block_size], uniforms[:, block_size:-1], uniforms[:, -1])
+
+
+class CallKeys:
+    """Numbers below 2^63 to change seeds by, 0 at first and another one each time: a seed may return, and its noise
+    must not where something is known of earlier calls, which was drawn by it."""
+
+    def __init__(self, odd: int) -> None:
+        self._odd, self._calls = odd, itertools.count()
+
+    def __call__(self) -> int:
+        return next(self._calls) * self._odd % 2**63
 
 
 @functools.lru_cache(maxsize=1024)

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from ..sampling.drafts import DraftTrees
+from ..sampling.noise import CallKeys
 from .calibration import RAW, SiblingTest, fit_siblings, recorded_tests
 from .costs import Load, ThroughputTable
 from .prompt_lookup import MatchAcceptance
@@ -138,7 +139,7 @@ class LearnedCosts:
         self.rounds, self.plain = 0, ReprobeCounter(FIRST_PLAIN, RARELY)
         self._chains_scale, self._trees_in_a_row = 1.0, 0  # when chains were drafted last, and rounds with trees since
         self._tables: dict[int, tuple[int, ThroughputTable]] = {}  # by the number of requests, and when it was made
-        self._sampled_calls = itertools.count()
+        self.new_key = CallKeys(ODD)  # of sampled calls of any domain, as they share the costs: see `Policy.new_key`
 
     def at(self, load: Load) -> ThroughputTable:
         """Return the costs of rounds of so many requests, as known before the coming one."""
@@ -163,10 +164,6 @@ class LearnedCosts:
     def _drafting_of(self, requests: float | np.ndarray) -> float | np.ndarray:
         """Return the seconds of drafting chains, on a machine as fast as its latest rounds, drafted or not."""
         return self._drafting.at(requests) * self._passes.scale
-
-    def new_key(self) -> int:
-        """Return the key of the next sampled call, see [`Policy.new_key`]: of any domain, as they share the costs."""
-        return next(self._sampled_calls) * ODD % 2**63
 
     def observe(self, load: Load, outcome: RoundOutcome) -> None:
         """Learn from a round whose requests had all been decoded before: new ones let the draft read their prompts."""

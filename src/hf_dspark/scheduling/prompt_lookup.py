@@ -9,6 +9,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from ..sampling.noise import CallKeys
+
 MATCHES = (4, 3, 2, 1)  # tokens that must agree; the longest match that is found counts
 LONGEST = 24  # up to which a match is measured
 # From how many matching tokens on, and how often the next token is then right, before anything was measured.
@@ -70,7 +72,7 @@ class AnswerMemory:
     def __init__(self, num_tokens: int = 2**20) -> None:
         if not (isinstance(num_tokens, int) and 64 <= num_tokens <= 2**30):
             raise ValueError(f"num_tokens must be a whole number from 64 to 2^30, got {num_tokens!r}")
-        self.num_tokens, self._calls = num_tokens, itertools.count()
+        self.num_tokens, self.new_key = num_tokens, CallKeys(ODD)
         self.clear()
 
     def __reduce__(self) -> tuple:
@@ -84,11 +86,6 @@ class AnswerMemory:
         self._tokens = np.zeros(self.num_tokens, dtype=np.int32)
         self._places = np.zeros(2**self._bits, dtype=np.int32)
         self._end = 1
-
-    def new_key(self) -> int:
-        """Return a number below 2^63 to change a call's seed by, 0 at first. A seed may return, and its noise must
-        not: the answers that are known were drawn by it."""
-        return next(self._calls) * ODD % 2**63
 
     def add(self, token_ids: Sequence[int], hashes: Sequence[int], first: int) -> None:
         """Keep the answer that begins at the `first` of these tokens, `[n]`; hashes are those of the first 0 to n."""
