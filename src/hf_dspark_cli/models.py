@@ -1,5 +1,6 @@
 """The models that a command line names, loaded and checked against each other; its policy and sampling."""
 
+import os
 import warnings
 from argparse import Namespace
 from typing import Any
@@ -20,8 +21,17 @@ from hf_dspark.scheduling.step_costs import experience_of
 from . import Console
 
 
+def require_revisions(options: Namespace) -> None:
+    """Raise a `ValueError` for a revision of what is no repository on the Hub, which transformers would ignore."""
+    for role in ("target", "draft"):
+        revision, name = getattr(options, f"{role}_revision", "main"), getattr(options, role)
+        if revision != "main" and (name is None or os.path.isdir(name)):
+            raise ValueError(f"--{role}_revision {revision} is of a repository on the Hub, got {role}={name}: drop it")
+
+
 def require_roles(options: Namespace) -> None:
-    """Raise a `ValueError` if `--target` names a draft; nothing but a config is read."""
+    """Raise a `ValueError` if `--target` names a draft, or a revision is of none; nothing but a config is read."""
+    require_revisions(options)
     if names_a_draft(options.target, revision=options.target_revision):
         exchanged = options.draft is not None and not names_a_draft(options.draft)
         cure = "the wrong way round, exchange them" if exchanged else "the target decodes, and --draft names its draft"

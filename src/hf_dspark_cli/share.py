@@ -7,10 +7,11 @@ from pathlib import Path
 from hf_dspark.hub import convert, inspection, repository
 
 from . import Console
-from .models import values_of
+from .models import require_revisions, values_of
 
 
 def run_inspect(options: Namespace, console: Console) -> bool:
+    require_revisions(options)
     report = inspection.inspect_draft(
         options.draft, options.target, sample_from_anchor=_layout(options), revision=options.draft_revision
     )

@@ -99,6 +99,10 @@ def _next_commands(options: Namespace, calibrated: bool) -> str:
 
 
 def _training_arguments(options: Namespace, console: Console) -> DSparkTrainingArguments:
+    heads = values_of(options, "markov_rank", "markov_head_type")
+    if options.draft_kind not in (None, "dspark") and heads:
+        names = " and --".join(heads)
+        raise ValueError(f"a draft of the kind {options.draft_kind} has no Markov head: leave --{names} out")
     words = ["--output_dir", options.output_dir, *options.trainer_words]
     (arguments,) = TrainerParser().parse_args_into_dataclasses(words)
     arguments.disable_tqdm = arguments.disable_tqdm or not console.progress

@@ -210,6 +210,7 @@ def test_training_ends_with_what_it_brought_and_the_commands_that_follow(answer,
     assert result["before"]["eval_tau"] != result["metrics"]["eval_tau"] and "the draft is in out" in last
     for command in ("calibrate --target target --draft out", "eval --target target --draft out", "push out user/name"):
         assert f"hf-dspark {command}" in printed.err
+    words = words.replace("--markov_rank 4", "")
     assert main(shlex.split(f"{words} --draft_kind eagle3 --output_dir other --logging_steps 1")) == 0
     printed = capsys.readouterr()
     assert "| last batches, estimated | tau | acceptance at 1 |" in printed.out and "| before |" not in printed.out
@@ -220,13 +221,31 @@ def test_training_ends_with_what_it_brought_and_the_commands_that_follow(answer,
 @pytest.mark.parametrize("kind", ["dflash", "eagle3", "mtp"])
 def test_other_kinds_of_drafts_are_trained_with_their_own_objective(answer, kind):
     Path("rows.jsonl").write_text(3 * '{"prompt": "what is", "completion": " up not much up not much"}\n')
-    command = TRAIN.replace("--target_layer_ids 0 2", "") if kind == "mtp" else TRAIN  # it reads the last one
+    command = TRAIN.replace("--markov_rank 4 ", "")
+    command = command.replace("--target_layer_ids 0 2", "") if kind == "mtp" else command  # it reads the last one
     arguments = answer(f"{command} --train_file rows.jsonl --draft_kind {kind} --output_dir out")["arguments"]
     hard, soft = (arguments[name] for name in ("cross_entropy_weight", "soft_cross_entropy_weight"))
     assert (hard, soft) == ((1.0, 0.0) if kind == "dflash" else (0.0, 1.0)) and arguments["l1_weight"] == 0
     model_class = DSparkDraftModel if kind == "dflash" else Eagle3DraftModel
     config = model_class.from_pretrained("out").config
     assert config.markov_rank == 0 and config.mtp == (kind == "mtp")
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (f"generate {PAIR} --target_revision v1 up", "--target_revision v1 is of a repository on the Hub"),
+        ("race target --draft draft --draft_revision v1 up", "--draft_revision v1 is of a repository on the Hub"),
+        ("inspect draft --draft_revision v1", "got draft=draft: drop it"),
+        ("generate --target target --draft me/draft --target_revision v1 up", "got target=target"),
+        ("regenerate --target target --prompts_file prompts.jsonl --output_file o --draft_revision v", "draft=None"),
+        (f"{TRAIN} --train_file prompts.jsonl --output_dir o --draft_kind dflash", "no Markov head: leave --markov_r"),
+        (f"{TRAIN} --train_file prompts.jsonl --output_dir o --draft_kind mtp --markov_head_type rnn",
+         "a draft of the kind mtp has no Markov head: leave --markov_rank and --markov_head_type out"),
+    ],
+)  # fmt: skip
+def test_what_would_be_ignored_is_refused(refusal, words, said):
+    assert said in refusal(words)
 
 
 def test_fine_tuning_starts_from_the_draft_that_is_given(capsys):
@@ -534,7 +553,7 @@ def test_a_prompt_that_is_held_out_is_not_trained_on(named, form):
 
 
 def test_a_loss_weight_that_is_given_counts_even_if_it_is_the_usual_one():
-    words = f"{TRAIN} --train_file prompts.jsonl --output_dir out --draft_kind dflash"
+    words = f"{TRAIN} --train_file prompts.jsonl --output_dir out --draft_kind dflash".replace("--markov_rank 4", "")
     for given, weights in (
         ("", (1.0, 0.0, 0.0)),
         ("--cross_entropy_weight 0.1", (0.1, 0.9, 1.0)),
