@@ -5,8 +5,21 @@ import copy
 import pytest
 import torch
 
-from hf_dspark import DSparkCandidateGenerator, calibrate, evaluate, generate_many, profile_throughput
+from hf_dspark import (
+    DSparkCandidateGenerator,
+    DSparkTrainer,
+    PromptLookup,
+    attach,
+    calibrate,
+    check_target,
+    evaluate,
+    generate_many,
+    profile_throughput,
+    regenerate,
+)
 from hf_dspark.models.auto import is_draft, require_pair
+from hf_dspark.training.target_states import cache_features
+from tests.training.tiny import tiny_arguments
 
 
 def test_drafts_are_told_by_their_config_and_targets_by_their_generation(pair):
@@ -36,6 +49,25 @@ taking_a_pair = pytest.mark.parametrize(
 def test_a_draft_without_weights_is_refused_by_every_door(pair, taking_a_pair):
     with pytest.raises(ValueError, match="the draft is on the meta device, offloaded or without weights"):
         taking_a_pair(pair[0], copy.deepcopy(pair[1]).to("meta"))
+
+
+@pytest.mark.parametrize(
+    "taking_a_target",
+    [
+        lambda target, draft, folder: evaluate(target, None, {"task": ["a"]}, None),
+        lambda target, draft, folder: regenerate(target, [[1, 2]], None, folder / "answers.jsonl"),
+        lambda target, draft, folder: DSparkTrainer(draft, target, tiny_arguments(str(folder)), [{"input_ids": [1]}]),
+        lambda target, draft, folder: cache_features(target, draft.config, [[1, 2]], folder / "states"),
+        lambda target, draft, folder: PromptLookup(target),
+        lambda target, draft, folder: attach(target, draft),
+        lambda target, draft, folder: check_target(target),
+    ],
+    ids=["evaluate", "regenerate", "DSparkTrainer", "cache_features", "PromptLookup", "attach", "check_target"],
+)
+def test_what_is_no_target_is_named_by_every_door(pair, taking_a_target, tmp_path):
+    for given in (3, type(pair[0]), pair[0].config, torch.nn.Linear(2, 2), pair[1]):
+        with pytest.raises(TypeError, match="a target is needed, got|the target comes first"):
+            taking_a_target(given, pair[1], tmp_path)
 
 
 @taking_a_pair

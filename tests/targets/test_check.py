@@ -22,12 +22,3 @@ def test_a_target_that_attends_wrongly_is_refused(target, monkeypatch):
     monkeypatch.setitem(slot_attention.AttentionMaskInterface._global_mapping, slot_attention.NAME, everything)
     with pytest.raises(ValueError, match="decodes packed rows differently"):
         check_target(target)
-
-
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [(3, "got int"), (type, "got the class type"), ("me/target", "got the name 'me/target': load it")],
-)
-def test_what_is_no_target_is_named(given, message):
-    with pytest.raises(TypeError, match=f"a target is needed, {message}"):
-        check_target(given)

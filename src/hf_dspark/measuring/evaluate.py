@@ -14,7 +14,7 @@ from ..data.prompts import Prompt, PromptFile, as_chat, read_prompt_file, severa
 from ..decoding.call import effective_config
 from ..decoding.many import refuse_made_here
 from ..files import Journal, digest, one_line, plain_json
-from ..models.auto import require_pair
+from ..models.auto import require_draft, require_target
 from ..models.modeling_draft import DraftModel
 from ..provenance import provenance
 from ..scheduling.policies import FullBlock, Policy
@@ -139,9 +139,10 @@ def evaluate(
     if draft is None and (compare_plain or policy is not None):
         given = "compare_plain" if compare_plain else "a policy"
         raise ValueError(f"{given} needs a draft, got draft=None: pass one, or drop {given}")
+    require_target(target)
     models = [target]
     if draft is not None:
-        require_pair(target, draft)
+        require_draft(draft)
         models.append(draft.bind(target))
         policy = policy or FullBlock()
     refuse_made_here("evaluate", target, generate_kwargs, max_length="use max_new_tokens", **CUT_OFFS)

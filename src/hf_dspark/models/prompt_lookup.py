@@ -6,6 +6,7 @@ import torch
 from transformers import PreTrainedModel
 
 from ..sampling.drafts import Drafts, Sampler
+from .auto import require_target
 from .configuration_draft import text_config
 from .configuration_dspark import DSparkConfig
 from .modeling_draft import DraftModel
@@ -35,6 +36,7 @@ class PromptLookup(DraftModel):
     drafts_blocks = False
 
     def __init__(self, target: PreTrainedModel) -> None:
+        require_target(target)
         facts = {"num_hidden_layers": 1, "markov_rank": 0, "enable_confidence_head": False}
         config = DSparkConfig.from_target(target, target_layer_ids=[-1], confidence_head_with_markov=False, **facts)
         super().__init__(config)

@@ -25,6 +25,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from ..files import differences, naming, replacing
 from ..formats.checkpoint import read_json
+from ..models.auto import require_target
 from ..models.modeling_draft import DraftModel, check_fits
 from ..targets.borrowed_weights import BorrowedModules
 from ..targets.feature_capture import FeatureCapture
@@ -146,6 +147,7 @@ class FeatureCache:
     ) -> None:
         self.folder, self._target = Path(folder), target
         if target is not None:
+            require_target(target)
             check_fits(draft_config, target)
         elif draft_config.target_layer_ids is None:
             raise ValueError("which layers the draft taps goes by its target's depth: pass target=...")
@@ -354,6 +356,7 @@ class TargetSource:
             lent = self.cache.borrowed(device)
             draft.bind_parts(lent.embedding, lent.lm_head, lent.dtype)
             return
+        require_target(target)
         # One that was spread over devices or quantised is where it must be.
         if getattr(target, "hf_device_map", None) is None and not getattr(target, "is_quantized", False):
             target.to(device)
