@@ -64,7 +64,7 @@ class EnumeratingSampler(ChainSampler):
         return torch.tensor([self.tokens[len(self.token_ids)]]), distribution
 
     def finish(self, confidence_logits=None):
-        return super().finish(self.real.expected_logits(confidence_logits))
+        return super().finish(self.real.expected_logits() if self.real.lacks_head else confidence_logits)
 
 
 def make_pair(make_target, gamma=2, seed=0, depth=None, **overrides):

@@ -65,15 +65,11 @@ class Chains(ChainSampler):
         return draw(distribution, self.uniforms[:, len(self.token_ids)]), distribution
 
     def finish(self, confidence_logits: torch.Tensor | None = None) -> DraftBlock:
-        return super().finish(self.expected_logits(confidence_logits))
+        block = super().finish(self.expected_logits() if self.lacks_head else confidence_logits)
+        marks = torch.stack(self._best, dim=1) if block.distribution is None else block.distribution.probs[..., 0]
+        return DraftBlock(block.token_ids, block.distribution, block.confidence_logits, marks)
 
-    def marks(self, drawn: TokenDistribution | None) -> torch.Tensor:
-        return torch.stack(self._best, dim=1) if drawn is None else drawn.probs[..., 0]
-
-    def expected_logits(self, confidence_logits: torch.Tensor | None = None) -> torch.Tensor | None:
-        """Return the logits of c_k, `[R, γ]`: those of a head, if there is one."""
-        if not self.lacks_head:
-            return confidence_logits
+    def expected_logits(self) -> torch.Tensor:
         return torch.stack(self._expected, dim=1).logit(LEAST_PROBABILITY)
 
 

@@ -73,7 +73,12 @@ class Scores:
         return TokenDistribution(self.values.softmax(dim=-1, dtype=torch.float32), self.candidate_ids)
 
     def best(self) -> tuple[torch.Tensor, torch.Tensor]:
-        return best_tokens(self.values, self.candidate_ids)
+        """Return the largest score of each row and its token, `[n]` each, of equal ones the first of the vocabulary.
+        Where any is NaN, the largest is."""
+        if self.candidate_ids is None:
+            return best_of(self.values)
+        best, last = self.values.amax(dim=-1, keepdim=True), torch.iinfo(self.candidate_ids.dtype).max
+        return best[..., 0], self.candidate_ids.masked_fill(self.values < best, last).amin(dim=-1)
 
     def dense(self, vocab_size: int) -> torch.Tensor:
         """Return the scores over the whole vocabulary, `[n, V]`, in float32."""
@@ -105,15 +110,6 @@ def best_of(scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return best[..., 0], members.gather(-1, index)[..., 0]
 
 
-def best_tokens(scores: torch.Tensor, candidate_ids: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the largest score of each row and its token, `[n]` each, of equal ones the first of the vocabulary; the
-    scores are those of the candidates, if given. Where any is NaN, the largest is."""
-    if candidate_ids is None:
-        return best_of(scores)
-    best = scores.amax(dim=-1, keepdim=True)
-    return best[..., 0], candidate_ids.masked_fill(scores < best, torch.iinfo(candidate_ids.dtype).max).amin(dim=-1)
-
-
 def _group_maxima(scores: torch.Tensor) -> torch.Tensor:
     """Return the best score of each whole group of tokens, `[..., V // GROUP_SIZE]`."""
     num_groups = scores.shape[-1] // GROUP_SIZE
@@ -135,20 +131,15 @@ def scatter_to_vocabulary(scores: torch.Tensor, candidate_ids: torch.Tensor, voc
 
 def draw(distribution: TokenDistribution, uniform: torch.Tensor) -> torch.Tensor:
     """Draw one token per row, `[B]`, with one number in [0, 1) each: what a row draws depends on its own noise. Any
-    token may come out where there is no distribution, see [`has_none`]."""
+    token may come out where there is no distribution."""
     index = invert(distribution.probs, uniform[:, None])
     return (index if distribution.candidate_ids is None else distribution.candidate_ids.gather(-1, index))[:, 0]
 
 
 def draw_if_any(distribution: TokenDistribution, uniform: torch.Tensor) -> torch.Tensor:
-    """Draw as [`draw`] does; -1 where there is no distribution."""
-    return draw(distribution, uniform).masked_fill(has_none(distribution), -1)
-
-
-def has_none(distribution: TokenDistribution) -> torch.Tensor:
-    """Tell which rows are no distribution, `[...]`: a softmax of scores that are NaN or infinite, or of no possible
-    token, is all NaN."""
-    return distribution.probs[..., 0].isnan()
+    """Draw as [`draw`] does; -1 where there is no distribution: a softmax of scores that are NaN or infinite, or of no
+    possible token, is all NaN."""
+    return draw(distribution, uniform).masked_fill(distribution.probs[..., 0].isnan(), -1)
 
 
 def invert(probs: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:

@@ -15,7 +15,7 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from .distributions import Scores, TokenDistribution, best_tokens
+from .distributions import Scores, TokenDistribution
 from .transfers import to_device
 
 # A distribution of which less is left draws no more children: sums of float32 probabilities are off by as much.
@@ -246,7 +246,7 @@ class ChainSampler:
         self, logits: torch.Tensor, candidate_ids: torch.Tensor | None
     ) -> tuple[torch.Tensor, TokenDistribution | None]:
         """Return a token for each row, `[R]`, and what it was drawn from, `None` for an arg-max."""
-        return best_tokens(logits, candidate_ids)[1], None
+        return Scores(logits, candidate_ids).best()[1], None
 
     def __call__(
         self, logits: torch.Tensor, candidate_ids: torch.Tensor | None, confidence_logits: torch.Tensor | None = None
@@ -258,11 +258,7 @@ class ChainSampler:
 
     def finish(self, confidence_logits: torch.Tensor | None = None) -> DraftBlock:
         drawn = None if self._distributions[0] is None else TokenDistribution.stack(self._distributions)
-        return DraftBlock(torch.stack(self.token_ids, dim=1), drawn, confidence_logits, self.marks(drawn))
-
-    def marks(self, drawn: TokenDistribution | None) -> torch.Tensor | None:
-        """Return numbers `[R, γ]`, NaN where there was no distribution."""
-        return None
+        return DraftBlock(torch.stack(self.token_ids, dim=1), drawn, confidence_logits)
 
 
 class SiblingDistribution:
