@@ -30,7 +30,6 @@ from hf_dspark import (
     generate_many,
 )
 from hf_dspark.scheduling.step_costs import experience_of
-from hf_dspark.targets.support import TargetSupport
 from tests.decoding.test_assistant_draft import encoder_decoder
 from tests.decoding.test_checks import REFUSED, SAMPLED, Counter
 from tests.rows import GREEDY, Notes, alone, padded
@@ -278,7 +277,7 @@ def test_a_block_leaves_behind_what_was_there(target, draft, prompts):
 
 
 def test_calls_go_without_a_draft_that_did_not_pay_and_try_it_in_one_of_16(target, draft, prompts):
-    skipped = experience_of(target, draft, linears=TargetSupport.of(target).linears).skipped
+    skipped = experience_of(target, draft).skipped
     skipped._wait, skipped.gain = skipped.most, 1.0  # looking again was in vain, and nothing was looked up
     batch = padded(prompts[:1]) | GREEDY
     expected = outcome(target, batch)

@@ -41,6 +41,8 @@ class fast_linears:
         RuntimeError: On entry, if there is no memory for the packed weights; nothing has changed then.
     """
 
+    _num_packing = 0  # entries with packed weights that are open, of all models
+
     def __init__(self, *models: nn.Module, packed: bool = False) -> None:
         ways = WAYS if packed else WAYS[1:]
         modules = dict.fromkeys(module for model in models for module in model.modules())
@@ -63,6 +65,7 @@ class fast_linears:
                 for layer in layers
             ]
         self._entries.append(routes)
+        fast_linears._num_packing += self._packed
         try:
             for attributes, forward in self._entries[-1]:
                 attributes["forward"] = forward
@@ -75,6 +78,7 @@ class fast_linears:
             if attributes.get("forward") is forward:
                 del attributes["forward"]
         self._entries.pop()
+        fast_linears._num_packing -= self._packed
 
     def restore(self) -> None:
         """Leave all entries that are still open, after an interrupt."""
@@ -82,9 +86,9 @@ class fast_linears:
             self.__exit__()
 
     @staticmethod
-    def packs(*models: nn.Module) -> bool:
-        """Tell whether models, or some of their layers, multiply by packed weights at present."""
-        modules = (module for model in models for module in model.modules())
+    def packs(model: nn.Module) -> bool:
+        """Tell whether some layers of a model multiply by packed weights at present."""
+        modules = model.modules() if fast_linears._num_packing else ()  # the walk takes its time
         forwards = (getattr(vars(module).get("forward"), "__func__", None) for module in modules)
         return any(isinstance(each, partial) and each.keywords.get("packed") is not None for each in forwards)
 

@@ -209,5 +209,4 @@ def default_policy(
         raise ValueError(f"DecodingOptions(trees=True) asks for trees of drafts, but {obstacle}: drop it")
     if not draft.drafts_blocks:
         return Scheduler(USUAL_COST, USUAL_NODES)
-    experience = experience_of(target, draft, *regime, support.linears)
-    return Scheduler(experience, trees=trees if obstacle is None else False)
+    return Scheduler(experience_of(target, draft, *regime), trees=trees if obstacle is None else False)

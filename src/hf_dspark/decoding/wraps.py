@@ -106,8 +106,7 @@ def _attachment_for(target: PreTrainedModel, arguments: dict[str, Any]) -> tuple
         return attached, option_obstacles(config, target.generation_config, None, None)
     draft = attached.draft
     if draft.drafts_blocks and draft.decoding.policy is None:
-        linears = TargetSupport.of(target).linears
-        if experience_of(target, draft, config.do_sample, draft.decoding.domain, linears).skipped.rests():
+        if experience_of(target, draft, config.do_sample, draft.decoding.domain).skipped.rests():
             return attached, ["drafting has not paid in earlier calls: it is tried again in one of 16"]
     return attached, []
 

@@ -44,8 +44,7 @@ class Machine:
     packed: bool = False  # whether the target multiplied by packed weights
 
     @classmethod
-    def of(cls, target: PreTrainedModel, draft: PreTrainedModel, linears: Sequence[torch.nn.Module] = ()) -> "Machine":
-        """`linears` are the target's, where they are known."""
+    def of(cls, target: PreTrainedModel, draft: PreTrainedModel) -> "Machine":
         text, config = target.config.get_text_config(decoder=True), draft.config
         if getattr(text, "is_heterogeneous", False):  # values differ by layer
             text = text.per_layer_config[-1]
@@ -60,7 +59,7 @@ class Machine:
             device=device_name(target.device),
             threads=torch.get_num_threads() if target.device.type == "cpu" else 0,
             versions=dict(_versions()),
-            packed=fast_linears.packs(*linears or (target,)),
+            packed=fast_linears.packs(target),
         )
 
     @property
@@ -124,12 +123,10 @@ def known_profiles() -> dict[str, ThroughputProfile]:
     return profiles
 
 
-def find_cost(
-    target: PreTrainedModel, draft: PreTrainedModel, linears: Sequence[torch.nn.Module] = ()
-) -> ThroughputTable | None:
+def find_cost(target: PreTrainedModel, draft: PreTrainedModel) -> ThroughputTable | None:
     """Return the measured cost that fits these models on this machine best, or `None`: the nearest by
     `Machine.distance`, among equals this user's own."""
-    machine, profiles = Machine.of(target, draft, linears), known_profiles()
+    machine, profiles = Machine.of(target, draft), known_profiles()
     distances = {name: profile.machine.distance(machine) for name, profile in profiles.items()}
     fitting = [name for name, distance in distances.items() if distance is not None]  # own ones first
     name = min(fitting, key=distances.get, default=None)
@@ -141,19 +138,15 @@ _experiences: WeakKeyDictionary[PreTrainedModel, WeakKeyDictionary[PreTrainedMod
 
 
 def experience_of(
-    target: PreTrainedModel,
-    draft: PreTrainedModel,
-    do_sample: bool = False,
-    domain: str | None = None,
-    linears: Sequence[torch.nn.Module] = (),
+    target: PreTrainedModel, draft: PreTrainedModel, do_sample: bool = False, domain: str | None = None
 ) -> Experience:
     """Return what earlier calls with these models have taught on this machine. Costs begin with the table that fits
     best, or an estimate, and are kept among this user's tables; acceptance is forgotten with the process."""
     known = _experiences.setdefault(draft, WeakKeyDictionary()).setdefault(target, {})
-    machine = Machine.of(target, draft, linears)
+    machine = Machine.of(target, draft)
     key = machine.key, do_sample, domain
     if key not in known:
-        begin = find_cost(target, draft, linears) or estimated_cost(target, draft)
+        begin = find_cost(target, draft) or estimated_cost(target, draft)
         keep = partial(keep_profile, machine, end=".learned.json")
         costs = known.get(machine.key) or LearnedCosts(begin, draft.config.block_size, keep)
         known[machine.key], known[key] = costs, Experience(costs)
