@@ -8,7 +8,7 @@ from safetensors.torch import save_file
 from torch import nn
 from transformers import PreTrainedModel
 
-from ..models.borrowing import ask, lm_head_of
+from ..models.borrowing import ask, lm_head_of, plain_weight
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -51,7 +51,9 @@ class BorrowedModules:
         text = target.config.get_text_config(decoder=True)
         embedding, head = target.get_input_embeddings(), lm_head_of(target)
         with align_module_device(embedding):
-            weight, scale = _plain_weight(embedding), getattr(embedding, "embed_scale", None)
+            scale = getattr(embedding, "embed_scale", None)
+            is_known = scale is not None or type(embedding) is nn.Embedding
+            weight = _copied(plain_weight(embedding)) if is_known else None
         if weight is None:  # its answers are scaled already
             weight = torch.cat([ask(embedding, ids) for ids in torch.arange(text.vocab_size).split(4096)])
             scale = None if scale is None else 1.0
@@ -60,8 +62,7 @@ class BorrowedModules:
         tensors = {"embedding": weight}
 
         with align_module_device(head):
-            weight, bias = _plain_weight(head), getattr(head, "bias", None)
-            bias = None if bias is None else bias.detach().to("cpu", copy=True)
+            weight, bias = (_copied(part) for part in (plain_weight(head), getattr(head, "bias", None)))
         if weight is None:
             units = torch.eye(text.hidden_size, dtype=target.dtype)
             offset = 0 if bias is None else ask(head, torch.zeros_like(units[:1]))
@@ -105,12 +106,5 @@ class BorrowedModules:
         return cls(tensors, scale, DTYPES[metadata["dtype"]])
 
 
-def _plain_weight(module: nn.Module) -> torch.Tensor | None:
-    """Return a copy of a module's weight on the CPU, or `None` if it is not an ordinary floating-point tensor."""
-    weight = getattr(module, "weight", None)
-    scaled = isinstance(module, nn.Embedding) and hasattr(module, "embed_scale")
-    plain = scaled or type(module) in (nn.Embedding, nn.Linear)
-    plain = plain and type(weight) is nn.Parameter and type(weight.data) is torch.Tensor
-    if not plain or weight.is_meta or weight.dtype not in DTYPES.values():
-        return None
-    return weight.detach().to("cpu", copy=True).contiguous()
+def _copied(part: torch.Tensor | None) -> torch.Tensor | None:
+    return None if part is None else part.detach().to("cpu", copy=True).contiguous()

@@ -217,9 +217,9 @@ class TargetSupport:
         facts, found = MIXERS.get(self.text.model_type), {}
         for number, (kind, layer) in enumerate(zip(self.kinds, self.layers, strict=False) if facts else ()):
             paths = facts.paths if kind in RECURRENT_LAYERS else (facts.indexed,) if kind in INDEXED_LAYERS else ()
+            parts = dict(layer.named_modules())
             for path in paths:
-                module = _submodule(layer, path)
-                if module is None or module in found:
+                if (module := parts.get(path)) is None or module in found:
                     continue
                 name = f"{number}.{path}"
                 if kind in INDEXED_LAYERS:
@@ -393,13 +393,6 @@ class TargetSupport:
 
 def _are_same(ours: Sequence[Any], theirs: Sequence[Any]) -> bool:
     return len(ours) == len(theirs) and all(one is other for one, other in zip(ours, theirs, strict=True))
-
-
-def _submodule(layer: nn.Module, path: str | None) -> nn.Module | None:
-    try:
-        return None if path is None else layer.get_submodule(path)
-    except AttributeError:
-        return None
 
 
 def restore(target: PreTrainedModel) -> None:
