@@ -33,11 +33,14 @@ ROPE_NUMBERS = {
     "yarn": ("factor", "original_max_position_embeddings"),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
 }
-# Sizes far above any model there is: no product of two of them overflows, and a config cannot ask for more.
-MAX_SIZES = {
-    "vocab_size": 2**24, "hidden_size": 2**17, "intermediate_size": 2**20, "num_hidden_layers": 512,
-    "num_attention_heads": 2**12, "num_key_value_heads": 2**12, "head_dim": 2**13, "block_size": 256,
-    "num_target_layers": 2**12, "max_position_embeddings": 2**31, "markov_rank": 2**16,
+# The largest ones are far above any model there is: no product of two overflows, and a config cannot ask for more.
+SIZES = {
+    "vocab_size": (1, 2**24), "hidden_size": (1, 2**17), "intermediate_size": (1, 2**20), "head_dim": (1, 2**13),
+    "num_hidden_layers": (1, 512), "num_attention_heads": (1, 2**12), "num_key_value_heads": (1, 2**12),
+    "block_size": (1, 256), "num_target_layers": (1, 2**12), "target_hidden_size": (1, 2**17),
+    "max_position_embeddings": (1, 2**31), "draft_window": (1, 2**31), "markov_rank": (0, 2**16),
+    "markov_state_size": (1, 2**17), "num_experts": (0, 2**12), "moe_intermediate_size": (1, 2**20),
+    "hc_mult": (0, 64), "q_lora_rank": (1, 2**17), "o_lora_rank": (1, 2**17),
 }  # fmt: skip
 MAX_TARGET_LAYER_IDS = 256
 # The tensors that a draft shares with its target unless it has its own, and the fields that say so.
@@ -179,10 +182,9 @@ class DraftConfig(PreTrainedConfig):
 
     def rules(self) -> Iterator[tuple[bool, str, str]]:
         """Yield whether a rule holds, the field it is about, and what that must do; later rules need earlier ones."""
-        for name, most in MAX_SIZES.items():
-            least, size = 0 if name == "markov_rank" else 1, getattr(self, name)
-            unknown = size is None and name == "num_target_layers"
-            yield unknown or least <= size <= most, name, f"lie in [{least}, {most}]"
+        for name, (least, most) in SIZES.items():
+            size = getattr(self, name, None)  # other kinds of drafts have some of them
+            yield size is None or least <= size <= most, name, f"lie in [{least}, {most}]"
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)  # NaN compares false
             yield type(value) is not float or abs(value) <= LARGEST, field.name, "be finite in float32"
@@ -190,7 +192,7 @@ class DraftConfig(PreTrainedConfig):
             yield getattr(self, name) is None or getattr(self, name) > 0, name, "be positive"
         heads, tokens = self.num_attention_heads, self.num_draft_tokens
         ids = [0] if self.target_layer_ids is None else self.target_layer_ids
-        last = (self.num_target_layers or MAX_SIZES["num_target_layers"]) - 1
+        last = (self.num_target_layers or SIZES["num_target_layers"][1]) - 1
         the_last = f"lie in [-1, {last - 1}]: the last layer ({last}) is only visible after the final norm"
         yield self.initializer_range >= 0, "initializer_range", "not be negative"
         yield 0 <= self.attention_dropout < 1, "attention_dropout", "lie in [0, 1)"
@@ -205,7 +207,6 @@ class DraftConfig(PreTrainedConfig):
         yield all(-1 <= layer < last + reads_last for layer in ids), "target_layer_ids", the_last
         top_k = self.draft_top_k
         yield top_k is None or 1 <= top_k <= tokens, "draft_top_k", f"lie in [1, {tokens}], or be None"
-        yield self.draft_window is None or self.draft_window >= 1, "draft_window", "be at least 1, or be None"
         yield self.hidden_act in ACT2FN, "hidden_act", "name an activation that transformers knows"
         yield self.dtype is None or self.dtype in DTYPES, "dtype", f"be one of {DTYPES}"
 
@@ -347,8 +348,8 @@ class DraftConfig(PreTrainedConfig):
             if key in ("dtype", "torch_dtype") and isinstance(value, str) and f"torch.{value}" not in map(str, DTYPES):
                 raise ValueError(f"{cls.__name__}.{key} must be one of {DTYPES}, got {shortened(value)}")
             # Before anything is built that is as long as it says.
-            if type(value) is int and value > MAX_SIZES.get(key, value):
-                raise ValueError(f"{cls.__name__}.{key} must be at most {MAX_SIZES[key]}, got {value}")
+            if type(value) is int and value > SIZES.get(key, (0, value))[1]:
+                raise ValueError(f"{cls.__name__}.{key} must be at most {SIZES[key][1]}, got {value}")
         try:
             return super().from_dict(known, **kwargs)
         except _MISREADINGS as error:

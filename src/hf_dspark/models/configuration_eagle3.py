@@ -62,8 +62,6 @@ class Eagle3Config(DraftConfig):
     mask_token_id: int | None = None
 
     def rules(self) -> Iterator[tuple[bool, str, str]]:
-        size = self.target_hidden_size
-        yield size is None or 1 <= size <= 2**17, "target_hidden_size", f"lie in [1, {2**17}]"
         yield from super().rules()
         pruned = self.draft_vocab_size
         yield pruned is None or 1 <= pruned <= self.vocab_size, "draft_vocab_size", f"lie in [1, {self.vocab_size}]"
