@@ -12,7 +12,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from .block_attention import CachedPass, KeyRanges, SlidingWindow
 from .configuration_draft import DraftConfig
-from .v4_layers import attention_parts, mixture_of_experts
+from .v4_layers import v4_module
 
 if TYPE_CHECKING:
     from .configuration_dspark import DSparkConfig
@@ -128,7 +128,7 @@ class V4Attention(nn.Module):
     def __init__(self, config: DraftConfig, layer_idx: int) -> None:
         super().__init__()
         self.config, self.layer_idx, self.scaling = config, layer_idx, config.head_dim**-0.5
-        self.window, theirs = window_of(config, layer_idx), attention_parts(config)
+        self.window, theirs = window_of(config, layer_idx), v4_module("Attention", config, 0)
         for name, part in theirs.named_children():
             self.add_module(name, part)
         self.attention_sink_bias = nn.Parameter(torch.zeros(config.num_attention_heads))
@@ -214,7 +214,7 @@ class DraftLayer(GradientCheckpointingLayer):
         super().__init__()
         of_v4 = config.q_lora_rank is not None
         self.self_attn = V4Attention(config, layer_idx) if of_v4 else DraftAttention(config, layer_idx, input_size)
-        self.mlp = mixture_of_experts(config) if config.num_experts else DSparkMLP(config)
+        self.mlp = v4_module("SparseMoeBlock", config, 0) if config.num_experts else DSparkMLP(config)
         self.sandwich_norms = config.sandwich_norms
         self.input_layernorm = DSparkRMSNorm(config.hidden_size, config.rms_norm_eps)
         # With sandwich norms (Gemma) this one follows the attention; without, it precedes the MLP.

@@ -22,7 +22,7 @@ from .layers import Attending, BlockConvolution, DraftLayer, DSparkRMSNorm, DSpa
 from .losses import SlotLogits
 from .modeling_draft import DraftModel
 from .slot_cache import SlotCache, SlotLayout
-from .v4_layers import connected, hyper_connection, hyper_head, init_v4_weights
+from .v4_layers import connected, init_v4_weights, v4_module
 
 # Of `draft_top_k` candidates, one in so many is named by the Markov head, the others by the base logits.
 SUCCESSORS_ONE_IN = 4
@@ -34,8 +34,8 @@ class DSparkLayer(DraftLayer):
         super().__init__(config, layer_idx, config.hidden_size)
         self.attention_conv = BlockConvolution(config) if config.conv_kernel_size else None
         self.mlp_conv = BlockConvolution(config) if config.conv_kernel_size else None
-        self.attn_hc = hyper_connection(config) if config.hc_mult else None
-        self.ffn_hc = hyper_connection(config) if config.hc_mult else None
+        self.attn_hc = v4_module("HyperConnection", config) if config.hc_mult else None
+        self.ffn_hc = v4_module("HyperConnection", config) if config.hc_mult else None
 
     def forward(
         self, hidden: torch.Tensor, context: torch.Tensor, rotary: Rotary, attending: Attending
@@ -101,7 +101,7 @@ class DSparkDraftModel(DraftModel):
         self.fc = nn.Linear(len(config.target_layer_ids) * hidden_size, hidden_size, bias=False)
         self.hidden_norm = DSparkRMSNorm(hidden_size, eps)
         self.layers = nn.ModuleList(DSparkLayer(config, index) for index in range(config.num_hidden_layers))
-        self.hc_head = hyper_head(config) if config.hc_mult else None
+        self.hc_head = v4_module("HyperHead", config) if config.hc_mult else None
         self.norm = DSparkRMSNorm(hidden_size, eps)
         self.add_own_weights()
         self.markov_head = MARKOV_HEADS[config.markov_head_type](config) if config.markov_rank else None

@@ -10,26 +10,6 @@ if TYPE_CHECKING:
     from .configuration_dspark import DSparkConfig
 
 
-def mixture_of_experts(config: "DSparkConfig") -> nn.Module:
-    """Return routed experts and a shared one, `[B, Q, d]` to `[B, Q, d]`."""
-    return _made("DeepseekV4SparseMoeBlock", config, 0)
-
-
-def hyper_connection(config: "DSparkConfig") -> nn.Module:
-    """Return what gives a sublayer its input, and mixes its output into the streams `[B, Q, n, d]`."""
-    return _made("DeepseekV4HyperConnection", config)
-
-
-def hyper_head(config: "DSparkConfig") -> nn.Module:
-    """Return what makes one state `[B, Q, d]` of the streams after the last layer."""
-    return _made("DeepseekV4HyperHead", config)
-
-
-def attention_parts(config: "DSparkConfig") -> nn.Module:
-    """Return attention whose submodules are taken; its pass is that of transformers' caches."""
-    return _made("DeepseekV4Attention", config, 0)
-
-
 def connected(
     connection: nn.Module, streams: torch.Tensor, sublayer: Callable[[torch.Tensor], torch.Tensor]
 ) -> torch.Tensor:
@@ -54,7 +34,10 @@ def init_v4_weights(module: nn.Module, std: float) -> None:
 _KINDS = ("DeepseekV4Experts", "DeepseekV4HyperConnection", "DeepseekV4HyperHead", "DeepseekV4TopKRouter")
 
 
-def _made(kind: str, config: "DSparkConfig", *more: int) -> nn.Module:
+def v4_module(kind: str, config: "DSparkConfig", *layer_idx: int) -> nn.Module:
+    """Return a `SparseMoeBlock` of routed experts and a shared one, a `HyperConnection`, which gives a sublayer its
+    input and mixes its output into the streams `[B, Q, n, d]`, a `HyperHead`, which makes one state of these after the
+    last layer, or `Attention`, whose submodules are taken: its pass is that of transformers' caches."""
     from transformers.models.deepseek_v4 import DeepseekV4Config, modeling_deepseek_v4  # slow to import
 
     names = ["hidden_size", "hidden_act", "rms_norm_eps", "mlp_bias"]
@@ -69,4 +52,4 @@ def _made(kind: str, config: "DSparkConfig", *more: int) -> nn.Module:
     # products of single tokens do not, but copy the experts' weights for each of them.
     is_aligned = config.num_experts and (config.hidden_size | config.moe_intermediate_size) % 8 == 0
     found._experts_implementation = "grouped_mm" if is_aligned else "batched_mm"
-    return getattr(modeling_deepseek_v4, kind)(found, *more)
+    return getattr(modeling_deepseek_v4, f"DeepseekV4{kind}")(found, *layer_idx)
