@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from hf_dspark import DecodingOptions, DSparkDraftModel, FullBlock
 from hf_dspark.hub.convert import convert_checkpoint
+from hf_dspark.models.block_attention import BlockLayout
 from hf_dspark.models.slot_cache import SlotCache
 from hf_dspark.sampling.drafts import ChainSampler
 from hf_dspark.scheduling.scheduler import Scheduler
@@ -55,7 +56,7 @@ def test_training_pass_gives_the_logits_of_the_drafts_own_code(folder, verifier)
     input_ids = torch.cat([io["input_ids"], block], dim=1)
     features = torch.nn.functional.pad(io["r1.features"], (0, 0, 0, block.shape[1]))
     anchors, positions = torch.tensor([[length]]), torch.arange(input_ids.shape[1])[None]
-    layout = draft.block_layout(anchors, anchors > 0, positions)
+    layout = BlockLayout(anchors, anchors > 0, positions, gamma)
     slots, _ = draft.teacher_forced(input_ids, features, layout, block[:, None, 1 : gamma + 1])
     logits = slots.compute(*slots.inputs)[0]
     torch.testing.assert_close(logits, io["r1.logits"][:, -gamma:], atol=1e-5, rtol=1e-5)

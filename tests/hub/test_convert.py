@@ -20,6 +20,7 @@ from hf_dspark.formats.checkpoint import Checkpoint
 from hf_dspark.formats.fields import look_up
 from hf_dspark.formats.translate import recognise
 from hf_dspark.hub.convert import convert_checkpoint, launch_command, read_checkpoint
+from hf_dspark.models.block_attention import BlockLayout
 from hf_dspark.models.slot_cache import SlotCache
 from tests.config_files import change_config, read_config
 
@@ -79,7 +80,7 @@ def test_speculators_drafts_compute_what_speculators_computed(fixtures, verifier
     io = load_file(folder / "io.safetensors")
     anchors, real = io["out.anchor_positions"][None], io["out.anchor_valid"][None]
     assert real.all()
-    layout = draft.block_layout(anchors, real, io["in.position_ids"])
+    layout = BlockLayout(anchors, real, io["in.position_ids"], draft.config.block_size)
     positions = anchors[0, :, None] + torch.arange(1, 6)
     labels = io["in.input_ids"][0, positions.clamp_max(io["in.input_ids"].shape[1] - 1)][None]  # the last is not read
     blocks = io["in.input_ids"], io["in.hidden_states"], layout, labels

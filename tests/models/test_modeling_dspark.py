@@ -269,8 +269,8 @@ def test_training_pass_scores_the_distribution_that_inference_draws_from(make_dr
     anchors = [(start, own) for start, length in ((0, 70), (70, 9), (79, 61)) for own in range(1, length - 4)]
     anchor_positions = torch.tensor([[start + own for start, own in anchors]])
     labels = torch.stack([input_ids[0, a + 1 : a + 5] for a in anchor_positions[0]])[None]
-    layout = draft.block_layout(anchor_positions, anchor_positions >= 0, positions)
-    chunks = KeyRanges(layout.starts, anchor_positions, sum(lengths), layout.num_slots).chunks
+    layout = BlockLayout(anchor_positions, anchor_positions >= 0, positions, draft.config.block_size)
+    chunks = KeyRanges(layout.starts, anchor_positions, sum(lengths), draft.config.num_slots).chunks
     assert len(chunks) > 2 and chunks[-1][1].start > 0
     _, logits, confidence = teacher_forced(draft, input_ids, features, layout, labels)
     proposed = slice(None) if draft.draft_token_ids() is None else draft.draft_token_ids()

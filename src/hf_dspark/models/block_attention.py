@@ -47,11 +47,6 @@ class BlockLayout:
     anchor_mask: torch.Tensor  # [B, N], False for dummies, which fill rows with too few anchors
     position_ids: torch.Tensor  # [B, S], of each token in its document
     block_size: int  # γ
-    sample_from_anchor: bool = True  # the anchor's slot predicts; if not, a block has γ+1 slots
-
-    @property
-    def num_slots(self) -> int:
-        return self.block_size + (not self.sample_from_anchor)
 
     @functools.cached_property
     def starts(self) -> torch.Tensor:
@@ -115,8 +110,7 @@ class KeyRanges:
             sequences, num_blocks = (key, value), self.starts.shape[1]
             shape = (num_blocks, (key.shape[2] - self.length) // num_blocks)
             own = [part[:, :, self.length :].unflatten(2, shape) for part in sequences]
-        group, outputs = query.shape[1] // key.shape[1], []
-        dropout = layer.config.attention_dropout if layer.training else 0.0
+        outputs, dropout = [], layer.config.attention_dropout if layer.training else 0.0
         for blocks, stretch in self.chunks:
             keys, values = (
                 torch.cat([seen[:, :, stretch], part[:, :, blocks].flatten(2, 3)], dim=2)
@@ -125,11 +119,8 @@ class KeyRanges:
             rows = query[:, :, blocks.start * self.num_rows : blocks.stop * self.num_rows]
             mask = self.mask(blocks, stretch, own[0].shape[3], layer.window)
             if layer.attention_sink_bias is None:
-                mask = mask.repeat(1, 1, group, 1)
-                outputs.append(grouped_attention(rows, keys, values, mask, layer.scaling, dropout=dropout))
-            else:
-                extras = {"sinks": layer.attention_sink_bias, "dropout": dropout}
-                outputs.append(attend_with_extras(rows, keys, values, mask, layer.scaling, **extras))
+                mask = mask.repeat(1, 1, query.shape[1] // key.shape[1], 1)
+            outputs.append(attend_as(layer, rows, keys, values, mask, dropout))
         return torch.cat(outputs, dim=2).transpose(1, 2)
 
 
@@ -218,10 +209,15 @@ def folded_for(
 
 
 def attend_as(
-    layer: nn.Module, rows: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None
+    layer: nn.Module,
+    rows: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    dropout: float = 0.0,
 ) -> torch.Tensor:
-    """Attend from the rows of requests, `[R, heads, width, size]`, under a layer's mask of [`folded_for`]."""
+    """Attend as a layer does, from rows `[R, heads, width, size]`; with sinks the mask is boolean and not folded."""
     sinks = layer.attention_sink_bias
     if sinks is None:
-        return grouped_attention(rows, key, value, mask, layer.scaling)
-    return attend_with_extras(rows, key, value, mask, layer.scaling, sinks=sinks)
+        return grouped_attention(rows, key, value, mask, layer.scaling, dropout=dropout)
+    return attend_with_extras(rows, key, value, mask, layer.scaling, sinks=sinks, dropout=dropout)

@@ -366,10 +366,6 @@ class DraftModel(PreTrainedModel):
             cache.commit(row, count)
         return hidden
 
-    def block_layout(self, anchors: torch.Tensor, real: torch.Tensor, position_ids: torch.Tensor) -> BlockLayout:
-        gamma, num_slots = self.config.block_size, self.config.num_slots
-        return BlockLayout(anchors, real, position_ids, gamma, sample_from_anchor=num_slots == gamma)
-
     def teacher_forced(
         self, input_ids: torch.Tensor, features: torch.Tensor, layout: BlockLayout, labels: torch.Tensor
     ) -> tuple[SlotLogits, torch.Tensor | None]:

@@ -21,6 +21,7 @@ from ..files import shortened
 from ..formats.translate import exports_of, not_exported
 from ..models import publisher
 from ..models.auto import load_draft, require_draft
+from ..models.block_attention import BlockLayout
 from ..models.configuration_draft import CALIBRATED
 from ..models.losses import BlockLosses, LossWeights
 from ..models.modeling_draft import AnchoredBlocks, DraftModel
@@ -181,7 +182,7 @@ class DSparkTrainer(Trainer):
         digest = hashlib.blake2b(repr((seed, *key)).encode(), digest_size=7).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest, "big"))
         anchors, real = sample_anchors(batch["loss_mask"], batch["position_ids"], self.args.num_anchors, generator)
-        layout = self.draft.block_layout(anchors, real, batch["position_ids"])
+        layout = BlockLayout(anchors, real, batch["position_ids"], self.draft.config.block_size)
         return cut_blocks(batch["input_ids"], batch["loss_mask"], layout, self.loss_weights.position_decay)
 
     def compute_loss(
