@@ -102,14 +102,8 @@ class SlotLayout:
         if self.parents is not None:
             rows, columns, _ = self._index(torch.device("cpu"))
             return to_device(self.row_positions(torch.device("cpu"))[rows, columns][None], device)
-        if self.num_rows == 1:
-            start = self.starts[0]  # negative before a prompt whose ids are not known
-            known = (
-                first_integers(self.end, device)[start:]
-                if start >= 0
-                else torch.arange(start, self.end, device=device)
-            )
-            return known[None]
+        if self.num_rows == 1 and self.starts[0] >= 0:  # negative before a prompt whose ids are not known
+            return first_integers(self.end, device)[self.starts[0] :][None]
         return self._index(device)[2][None]
 
     def row_positions(self, device: torch.device) -> torch.Tensor:
