@@ -31,6 +31,7 @@ from hf_dspark import FullBlock
 from hf_dspark.decoding import loop as decoding_loop
 from hf_dspark.decoding.drafter import Drafter
 from hf_dspark.decoding.tree_drafting import Chains
+from hf_dspark.models.modeling_draft import NewContext
 from hf_dspark.sampling.drafts import DraftBlock
 from hf_dspark.sampling.transfers import joined
 
@@ -63,10 +64,10 @@ def after_gap(drafter: Drafter, features: Sequence[torch.Tensor], ends: int, anc
     draft, cache, count = drafter.draft, drafter.cache, sum(map(len, features))
     if features:
         cache.make_room(0, count, ends)
-        draft.read_block(anchor, joined(features), cache, [count])
+        draft.read_block(NewContext(anchor, joined(features), [count], cache))
     cache.make_room(0, 0, place)
     nothing = torch.empty(0, len(draft.config.target_layer_ids) * draft.config.feature_size)
-    return draft.draft_block(anchor, nothing, cache, sampler, [0])
+    return draft.draft_block(NewContext(anchor, nothing, [0], cache), sampler)
 
 
 @contextmanager

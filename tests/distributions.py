@@ -22,6 +22,7 @@ from hf_dspark.sampling.drafts import ChainSampler, DraftBlock
 from hf_dspark.scheduling.costs import Load, ThroughputTable
 from hf_dspark.targets.feature_capture import FeatureCapture
 from hf_dspark.targets.support import TargetSupport
+from tests.features import new_context
 
 VOCAB = 3
 PROMPT = torch.tensor([[0, 1, 2, 1, 0]])
@@ -187,7 +188,7 @@ def each_block(target, draft, processors):
     ids = PROMPT[0, 1 - draft.reads_own_tokens :]
     for path in itertools.product(range(VOCAB), repeat=draft.config.block_size):
         sampler = EnumeratingSampler(path, processors, not draft.config.enable_confidence_head)
-        yield path, draft.draft_block(PROMPT[:, -1], features, SlotCache(), sampler, committed_ids=ids)
+        yield path, draft.draft_block(new_context(PROMPT[:, -1], features, SlotCache(), committed_ids=ids), sampler)
 
 
 def planned_length(policy, block):

@@ -9,7 +9,7 @@ from hf_dspark.decoding.prefixes import PrefixMemory
 from hf_dspark.models.modeling_draft import DraftModel
 from hf_dspark.models.slot_cache import SlotCache
 from tests.decoding.test_eagle3_trees import SHAPES, AnyTree
-from tests.features import select_features
+from tests.features import new_context, select_features
 from tests.models.test_modeling_dspark import LAYOUTS, ForcedSampler, close
 from tests.models.test_modeling_eagle3 import make_eagle3
 from tests.rows import GREEDY, alone, assert_as_alone, assert_rows, padded
@@ -53,7 +53,7 @@ def test_rounds_read_what_a_fresh_cache_of_the_last_tokens_reads(make_target, ma
             committed = torch.cat([ids[row, part.start + 1 : part.stop + 1] for row, part in enumerate(stretches)])
             sampler = AnyTree(rows, SHAPES) if kind == "eagle3_trees" else ForcedSampler(tokens)
             counts = [part.stop - part.start for part in stretches]
-            draft.draft_block(ids[torch.arange(rows), ends], new, each, sampler, counts, committed)
+            draft.draft_block(new_context(ids[torch.arange(rows), ends], new, each, counts, committed), sampler)
             scores.append(scores_of(sampler))
         close(scores[0], scores[2])
         assert max(cache.lengths) <= 2 * WINDOW
@@ -84,7 +84,7 @@ def hidden(monkeypatch):
         states = target(ids[None, :-1], output_hidden_states=True).hidden_states
         features, cache = select_features(states, draft.config.target_layer_ids)[0, -WINDOW:], SlotCache()
         cache.make_room(0, len(features), len(ids) - 1)
-        return read_block(draft, ids[-1:], features, cache, [len(features)], ids[-len(features) :])[0]
+        return read_block(draft, new_context(ids[-1:], features, cache, [len(features)], ids[-len(features) :]))[0]
 
     monkeypatch.setattr(Drafter, "_read", watched_read)
     monkeypatch.setattr(DraftModel, "read_block", lambda *args: seen.append(read_block(*args)) or seen[-1])

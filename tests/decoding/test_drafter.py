@@ -21,6 +21,7 @@ from hf_dspark.sampling.drafts import ChainSampler
 from hf_dspark.targets.feature_capture import FeatureCapture
 from hf_dspark.targets.support import TargetSupport
 from tests.distributions import HEADS, PROMPT, TABLE, EnumeratingSampler, make_pair
+from tests.features import new_context
 from tests.rows import GREEDY, EverySecond, alone, assert_same_tokens
 
 SLOW_DRAFT = linear_cost(0.2, 1.0, 6.0)
@@ -89,7 +90,7 @@ def test_skipped_rounds_feed_the_drafts_context(target, draft, prompt_ids):
                 target(prefix[:, :-1])
                 features = capture.take(draft.device, draft.dtype)
             num_tokens = outcome.drafts.token_ids.shape[1]
-            block = draft.draft_block(prefix[:, -1], features, SlotCache(), ChainSampler(), num_tokens=num_tokens)
+            block = draft.draft_block(new_context(prefix[:, -1], features, SlotCache()), ChainSampler(), num_tokens)
             torch.testing.assert_close(outcome.drafts.confidence_logits, block.confidence_logits, atol=1e-3, rtol=1e-3)
             assert torch.equal(outcome.drafts.token_ids, block.token_ids)
         committed += int(outcome.num_accepted[0]) + 1
@@ -129,7 +130,7 @@ def test_a_shorter_block_is_the_beginning_of_a_whole_one(make_target, head):
     headless = not draft.config.enable_confidence_head
     samplers = [EnumeratingSampler((0, 2, 1), LogitsProcessorList(), headless) for _ in range(2)]
     whole, short = (
-        draft.draft_block(PROMPT[:, -1], features, SlotCache(), sampler, num_tokens=count)
+        draft.draft_block(new_context(PROMPT[:, -1], features, SlotCache()), sampler, count)
         for sampler, count in zip(samplers, (None, 2), strict=True)
     )
     assert torch.equal(short.token_ids, whole.token_ids[:, :2])
@@ -176,9 +177,9 @@ def test_the_draft_reads_on_while_nothing_is_drafted(target, draft, prompts, mon
     waiting, drafted = [], []
     honest = draft.read_block
 
-    def read_block(anchors, features, cache, num_features, committed_ids=None):
-        waiting.append(max(num_features))
-        return honest(anchors, features, cache, num_features, committed_ids)
+    def read_block(context):
+        waiting.append(max(context.counts))
+        return honest(context)
 
     monkeypatch.setattr(draft, "read_block", read_block)
     observer = lambda outcome: drafted.append((outcome.drafted, outcome.drafts))  # noqa: E731

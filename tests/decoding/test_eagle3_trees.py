@@ -9,6 +9,7 @@ from hf_dspark.scheduling.scheduler import Scheduler
 from tests import eagle3_target
 from tests.decoding.test_lossless_batches import enumerate_rounds
 from tests.distributions import PROMPT, VOCAB
+from tests.features import new_context
 from tests.models.test_modeling_dspark import ForcedSampler
 from tests.models.test_published_eagle3 import PROJECTS
 from tests.rows import padded
@@ -84,12 +85,12 @@ def test_each_node_reads_what_a_chain_of_its_path_reads(make_target, kind):
         ids = [torch.randint(0, 48, (count,)) for count in counts]
         anchors = torch.stack([own[-1] if len(own) else torch.tensor(7) for own in ids])
         sampler, cache = AnyTree(3, SHAPES), SlotCache(3)
-        draft.draft_block(anchors, torch.cat(features), cache, sampler, counts, torch.cat(ids))
+        draft.draft_block(new_context(anchors, torch.cat(features), cache, counts, torch.cat(ids)), sampler)
         assert cache.lengths == tuple(counts)  # what was drafted does not count
         for (row, path), scores in sampler.scores.items():
             chain = ForcedSampler(torch.tensor([[*path, 0, 0, 0, 0]]))
-            given = anchors[row : row + 1], features[row], SlotCache(), chain, counts[row : row + 1], ids[row]
-            draft.draft_block(*given)
+            given = anchors[row : row + 1], features[row], SlotCache(), counts[row : row + 1], ids[row]
+            draft.draft_block(new_context(*given), chain)
             torch.testing.assert_close(scores, chain.scores[len(path)][0], atol=1e-5, rtol=1e-5)
         assert sum(len(path) == 3 for _, path in sampler.scores) == 3
 

@@ -23,6 +23,7 @@ from hf_dspark.targets.transformers_api import is_since
 from tests.config_files import change_config, read_config
 from tests.decoding.test_lossless_batches import enumerate_rounds
 from tests.distributions import PROMPT, VOCAB
+from tests.features import new_context
 from tests.rows import GREEDY, assert_as_alone
 
 DEPTH = 2
@@ -112,7 +113,7 @@ def test_outputs_are_those_of_the_target_s_own_layer(family, prompts):
     committed = torch.cat([torch.tensor(prompt[1:]) for prompt in prompts])
     features, counts = torch.cat(states, dim=1)[0], [len(prompt) - 1 for prompt in prompts]
     cache = SlotCache(num_rows=3)
-    hidden = draft.read_block(torch.tensor(anchors), features, cache, counts, committed)
+    hidden = draft.read_block(new_context(torch.tensor(anchors), features, cache, counts, committed))
     torch.testing.assert_close(hidden, torch.stack(expected), atol=1e-5, rtol=1e-5)
 
 
@@ -139,7 +140,8 @@ def test_its_chain_is_that_of_the_reference(family, prompts):
         output = reference(target.model.embed_tokens(fed), states)[:, -1:]
         token = target.lm_head(output).argmax(dim=-1)
         fed, states = torch.cat([fed, token], dim=1), torch.cat([states, output], dim=1)
-    drafts = draft.draft_block(ids[0, -1:], context, SlotCache(), ChainSampler(), None, ids[0, 1:])
+    read = new_context(ids[0, -1:], context, SlotCache(), committed_ids=ids[0, 1:])
+    drafts = draft.draft_block(read, ChainSampler())
     assert drafts.token_ids.tolist() == fed[:, ids.shape[1] - 1 :].tolist()
 
 
@@ -220,7 +222,7 @@ def test_a_plain_layer_is_one_of_the_targets_own(make_target):
     draft.load_state_dict(own | {"norm.weight": reference.norm.weight})
     ids = torch.tensor([[5, 3, 8, 40, 2, 2, 19]])
     states = target.model(ids[:, :-1]).last_hidden_state
-    hidden = draft.norm(draft.read_block(ids[0, -1:], states, SlotCache(), None, ids[0, 1:]))
+    hidden = draft.norm(draft.read_block(new_context(ids[0, -1:], states, SlotCache(), committed_ids=ids[0, 1:])))
     expected = reference(target.model.embed_tokens(ids[:, 1:]), states)[0, -1:]
     torch.testing.assert_close(hidden, expected, atol=1e-5, rtol=1e-5)
     assert draft.config.block_size == 1 and draft.config.target_layer_ids == [DEPTH - 1]

@@ -14,6 +14,7 @@ from hf_dspark.models.auto import names_a_draft
 from hf_dspark.models.slot_cache import SlotCache
 from hf_dspark.targets.feature_capture import FeatureCapture
 from hf_dspark.targets.support import TargetSupport
+from tests.features import new_context
 from tests.rows import assert_as_alone
 
 STAGES, GAMMA, RANK, TAPS, NOISE = 3, 4, 6, [1, 3], 47
@@ -126,7 +127,7 @@ def test_a_carried_draft_computes_what_transformers_layers_do(tmp_path, target, 
     tensors = {name.replace("mtp.", prefix): tensor for name, tensor in reference.tensors().items()}
     draft = DSparkDraftModel.from_pretrained(write(tmp_path, tensors), target=target).bind(target)
     ids, features = torch.tensor([8, *[NOISE] * (GAMMA - 1)]), torch.randn(1, 11, 64)
-    hidden = draft.read_block(ids[:1], features, SlotCache())
+    hidden = draft.read_block(new_context(ids[:1], features, SlotCache()))
     expected = reference(target.get_input_embeddings()(ids)[None], features)
     torch.testing.assert_close(hidden, expected, atol=2e-5, rtol=1e-5)
     torch.testing.assert_close(draft.base_logits(hidden), target.lm_head(reference.norm(expected)), atol=1e-4, rtol=0)

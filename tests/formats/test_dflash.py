@@ -16,6 +16,7 @@ from hf_dspark.models.slot_cache import SlotCache
 from hf_dspark.sampling.drafts import ChainSampler
 from hf_dspark.scheduling.scheduler import Scheduler
 from tests.config_files import change_config, read_config
+from tests.features import new_context
 from tests.rows import padded
 
 DRAFTS = ("z_lab", "domino_anchored", "domino_fill_in", "dflash2")
@@ -41,7 +42,7 @@ def test_two_rounds_are_those_of_the_drafts_own_code(folder, verifier):
     cache, gamma = SlotCache(), io["blocks"].shape[1] - 1
     for name, block in zip(("r1", "r2"), io["blocks"], strict=False):
         features = io[f"{name}.features"]
-        hidden = draft.read_block(block[:1], features, cache)
+        hidden = draft.read_block(new_context(block[:1], features, cache))
         torch.testing.assert_close(hidden, io[f"{name}.hidden"], atol=1e-5, rtol=1e-5)
         drafts = draft.sample_block(hidden, draft.base_logits(draft.predicting(hidden)), block[:1], ChainSampler())
         assert torch.equal(drafts.token_ids[0, :gamma], block[1:])
@@ -134,7 +135,7 @@ def test_drafts_without_windows_go_to_speculators_and_back(folder, name, verifie
     assert config["speculators_config"]["proposal_methods"][0]["speculative_tokens"] == 4
     first, again = (DSparkDraftModel.from_pretrained(tmp_path / place) for place in ("there", "written"))
     features, anchor = torch.randn(1, 6, 64), torch.tensor([4])
-    hidden = [each.bind(verifier).read_block(anchor, features, SlotCache()) for each in (first, again)]
+    hidden = [each.bind(verifier).read_block(new_context(anchor, features, SlotCache())) for each in (first, again)]
     assert torch.equal(*hidden)
     assert all(torch.equal(ours, again.state_dict()[name]) for name, ours in first.state_dict().items())
 

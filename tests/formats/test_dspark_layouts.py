@@ -10,6 +10,7 @@ from hf_dspark import DSparkDraftModel
 from hf_dspark.hub.convert import convert_checkpoint, read_checkpoint
 from hf_dspark.models.slot_cache import SlotCache
 from hf_dspark.sampling.drafts import ChainSampler
+from tests.features import new_context
 from tests.models.test_modeling_dspark import ForcedSampler
 
 FOLDER = Path(__file__).parents[1] / "fixtures" / "dspark"
@@ -32,19 +33,19 @@ def assert_same_blocks(draft: DSparkDraftModel, io: dict[str, torch.Tensor]) -> 
     cache = SlotCache()
     for round_, start in (("r1", 0), ("r2", 7)):
         block, features = io[f"{round_}.block_ids"], io[f"{round_}.features"][:, start:]
-        hidden = draft.read_block(block[:, 0], features, cache)
+        hidden = draft.read_block(new_context(block[:, 0], features, cache))
         close(hidden, io[f"{round_}.hidden"])
         close(draft.base_logits(hidden), io[f"{round_}.base_logits"])
         forced = ForcedSampler(io[f"{round_}.tokens"])
         cache.truncate(0, start)
-        drafts = draft.draft_block(block[:, 0], features, cache, forced)
+        drafts = draft.draft_block(new_context(block[:, 0], features, cache), forced)
         close(torch.stack(forced.scores, dim=1), io[f"{round_}.corrected_logits"])
         if f"{round_}.confidence_logits" in io:
             close(drafts.confidence_logits, io[f"{round_}.confidence_logits"])
         else:
             assert drafts.confidence_logits is None
         cache.truncate(0, start)
-        greedy = draft.draft_block(block[:, 0], features, cache, ChainSampler())
+        greedy = draft.draft_block(new_context(block[:, 0], features, cache), ChainSampler())
         assert torch.equal(greedy.token_ids, io[f"{round_}.tokens"])
 
 

@@ -25,6 +25,7 @@ from hf_dspark.models.auto import load_draft
 from hf_dspark.models.slot_cache import SlotCache
 from hf_dspark.sampling.drafts import ChainSampler
 from tests.config_files import change_config, read_config
+from tests.features import new_context
 
 resource = pytest.importorskip("resource")  # not on Windows
 
@@ -567,4 +568,4 @@ def test_config_mutations_are_refused_or_give_a_draft_that_drafts(folder, make_t
 @torch.no_grad()
 def draft_one_block(draft: DSparkDraftModel) -> torch.Tensor:
     features = torch.ones(1, 3, len(draft.config.target_layer_ids) * draft.config.hidden_size, dtype=draft.dtype)
-    return draft.draft_block(torch.tensor([3]), features, SlotCache(), ChainSampler()).token_ids
+    return draft.draft_block(new_context(torch.tensor([3]), features, SlotCache()), ChainSampler()).token_ids

@@ -23,6 +23,7 @@ from hf_dspark.hub.convert import convert_checkpoint, launch_command, read_check
 from hf_dspark.models.block_attention import BlockLayout
 from hf_dspark.models.slot_cache import SlotCache
 from tests.config_files import change_config, read_config
+from tests.features import new_context
 
 SPECULATORS = ("full_vocab_vanilla", "pruned_vocab_vanilla", "swa_causal_vanilla")
 SLIDING = {"layer_types": ["sliding_attention", "full_attention"]}
@@ -280,7 +281,7 @@ def test_transformers_computes_the_same_from_the_exported_draft(make_draft, targ
     theirs.activate_past_recording()
     for start, stop in ((0, 11), (11, 13), (13, 17)):
         anchor = torch.tensor([stop])
-        hidden = draft.read_block(anchor, features[:, start:stop], ours)
+        hidden = draft.read_block(new_context(anchor, features[:, start:stop], ours))
         block = torch.tensor([[stop] + [draft.config.mask_token_id] * 4])
         theirs.set_previous_accepted_tokens(stop - start)
         if start:

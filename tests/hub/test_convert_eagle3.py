@@ -9,6 +9,7 @@ from hf_dspark.models.slot_cache import SlotCache
 from hf_dspark.sampling.drafts import ChainSampler
 from tests.config_files import read_config
 from tests.eagle3_target import HIDDEN_SIZE, fill, make_target
+from tests.features import new_context
 from tests.models.test_published_eagle3 import PROJECTS
 
 # Where a draft came from, and what became of it on the way there and back.
@@ -29,7 +30,8 @@ def drafts(draft, target):
     draft = draft.bind(target).eval()
     features = torch.randn(1, 5, 3 * HIDDEN_SIZE, generator=torch.Generator().manual_seed(0))
     ids = torch.tensor([3, 9, 1, 14, 20])
-    return draft.draft_block(ids[-1:], features, SlotCache(), ChainSampler(), None, ids).token_ids.tolist()
+    context = new_context(ids[-1:], features, SlotCache(), committed_ids=ids)
+    return draft.draft_block(context, ChainSampler()).token_ids.tolist()
 
 
 def facts(config):

@@ -30,6 +30,7 @@ from hf_dspark.scheduling.calibration import calibrated_confidence
 from hf_dspark.targets.feature_capture import FeatureCapture
 from hf_dspark.targets.support import TargetSupport
 from tests.distributions import ROUNDING, Paths, TargetDistribution, total_variation
+from tests.features import new_context
 from tests.rows import Notes
 from tests.targets.test_model_types import EACH_TYPE, PLAIN, PROMPTS, make_pair
 
@@ -108,7 +109,7 @@ def package_block(draft, ids, features, cache):
             distribution = TokenDistribution(logits.softmax(-1), candidate_ids).dense(draft.config.vocab_size)
             return distribution.probs.argmax(-1), distribution
 
-    return draft.draft_block(ids[0, -1:], features, cache, Dense())
+    return draft.draft_block(new_context(ids[0, -1:], features, cache), Dense())
 
 
 @pytest.mark.parametrize("facts", KINDS.values(), ids=KINDS)

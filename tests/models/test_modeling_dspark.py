@@ -19,6 +19,7 @@ from hf_dspark.models.modeling_draft import AnchoredBlocks
 from hf_dspark.models.slot_cache import SlotCache, SlotLayout
 from hf_dspark.sampling.distributions import TokenDistribution
 from hf_dspark.sampling.drafts import ChainSampler
+from tests.features import new_context
 
 GOLDEN = ("draft_vanilla", "draft_rnn", "draft_dflash", "gemma4/draft_vanilla")
 NO_MARKOV = {"markov_rank": 0}
@@ -101,12 +102,12 @@ def test_draft_block_matches_deepspec_over_two_cached_rounds(golden, name):
         expected = data.io[f"{r}.greedy_tokens"]
         anchor, features = data.io[f"{r}.draft_input_ids"][:, 0], data.io[f"{r}.context_hidden"]
         length = cache.lengths[0]
-        block = data.draft.draft_block(anchor, features, cache, ChainSampler())
+        block = data.draft.draft_block(new_context(anchor, features, cache), ChainSampler())
         assert torch.equal(block.token_ids, expected)
         assert block.distribution is None
         cache.truncate(0, length)
         forced = ForcedSampler(expected)
-        data.draft.draft_block(anchor, features, cache, forced)
+        data.draft.draft_block(new_context(anchor, features, cache), forced)
         close(torch.stack(forced.scores, dim=1), data.io[f"{r}.corrected_logits"])
         if f"{r}.confidence_logits" in data.io:
             close(block.confidence_logits, data.io[f"{r}.confidence_logits"])
@@ -115,7 +116,7 @@ def test_draft_block_matches_deepspec_over_two_cached_rounds(golden, name):
         if name.startswith("gemma4"):  # of which nothing was sampled
             continue
         cache.truncate(0, length)
-        block = data.draft.draft_block(anchor, features, cache, ForcedSampler(data.io[f"{r}.t1_tokens"]))
+        block = data.draft.draft_block(new_context(anchor, features, cache), ForcedSampler(data.io[f"{r}.t1_tokens"]))
         close(block.distribution.probs, data.io[f"{r}.t1_draft_probs"])
         if f"{r}.t1_confidence_logits" in data.io:
             close(block.confidence_logits, data.io[f"{r}.t1_confidence_logits"])
@@ -187,10 +188,11 @@ def test_draft_leaves_the_targets_tensors_alone_when_cast(draft, target):
 def test_unbound_draft_raises_and_names_the_cure(draft):
     unbound = DSparkDraftModel(draft.config)
     assert unbound.get_input_embeddings() is None and unbound.get_output_embeddings() is None
+    context = new_context(torch.tensor([1]), torch.zeros(1, 3, 64), SlotCache())
     for call in (
         lambda: unbound.embed(torch.tensor([[1]])),
         lambda: unbound.base_logits(torch.zeros(1, 1, 32)),
-        lambda: unbound.draft_block(torch.tensor([1]), torch.zeros(1, 3, 64), SlotCache(), ChainSampler()),
+        lambda: unbound.draft_block(context, ChainSampler()),
     ):
         with pytest.raises(ValueError, match=r"draft\.bind\(target\)"):
             call()
@@ -249,8 +251,8 @@ def test_cached_rounds_equal_one_pass_over_the_whole_context(make_draft, target,
         committed += new_rows
         anchors = torch.randint(0, 47, (2,))
         forced = torch.randint(0, 20, (2, 4)) * 2
-        stepwise = draft.draft_block(anchors, fresh, cache, ForcedSampler(forced))
-        at_once = draft.draft_block(anchors, features[:, :committed], SlotCache(2), ForcedSampler(forced))
+        stepwise = draft.draft_block(new_context(anchors, fresh, cache), ForcedSampler(forced))
+        at_once = draft.draft_block(new_context(anchors, features[:, :committed], SlotCache(2)), ForcedSampler(forced))
         assert cache.lengths == (committed, committed)
         close(stepwise.distribution.probs.log(), at_once.distribution.probs.log())
         close(stepwise.confidence_logits, at_once.confidence_logits)
@@ -276,7 +278,7 @@ def test_training_pass_scores_the_distribution_that_inference_draws_from(make_dr
     proposed = slice(None) if draft.draft_token_ids() is None else draft.draft_token_ids()
     for index, (start, own) in list(enumerate(anchors))[::6]:
         forced, context = ForcedSampler(labels[:, index]), features[:, start : start + own]
-        block = draft.draft_block(input_ids[:, start + own], context, SlotCache(), forced)
+        block = draft.draft_block(new_context(input_ids[:, start + own], context, SlotCache()), forced)
         distribution = block.distribution.dense(VOCAB).probs
         close(logits[:, index].log_softmax(-1), distribution[..., proposed].log(), atol=1e-5)
         close(distribution[..., proposed].sum(-1), torch.ones(distribution.shape[:-1]), atol=1e-5)
@@ -417,8 +419,9 @@ def test_saved_draft_loads_back_identical(make_draft, target, tmp_path, head):
     loaded = DSparkDraftModel.from_pretrained(tmp_path).bind(target)
     for name, value in draft.state_dict().items():
         assert torch.equal(loaded.state_dict()[name], value), name
+    given = torch.tensor([3]), torch.ones(1, 6, 64)
     block, again = (
-        model.draft_block(torch.tensor([3]), torch.ones(1, 6, 64), SlotCache(), ForcedSampler(torch.ones(1, 4).long()))
+        model.draft_block(new_context(*given, SlotCache()), ForcedSampler(torch.ones(1, 4).long()))
         for model in (draft, loaded)
     )
     # some processors' products depend on the address

@@ -42,7 +42,7 @@ from hf_dspark.sampling.drafts import ChainSampler
 from hf_dspark.scheduling.step_costs import Machine
 from tests.config_files import read_config
 from tests.distributions import ROUNDING, distance_from_target
-from tests.features import select_features
+from tests.features import new_context, select_features
 from tests.models.test_modeling_dspark import ForcedSampler, close, layout_of
 from tests.rows import EverySecond, padded
 
@@ -103,15 +103,15 @@ def test_draft_block_matches_deepspec_over_two_cached_rounds(golden, folder):
     committed = {"r1": torch.cat([io["prompt_ids"][0, 1:], io["first_token"][0]]), "r2": io["r2.committed_tokens"][0]}
     for r, ids in committed.items():
         features, before = io[f"{r}.target_hidden"], cache.lengths[0]
-        hidden = golden.read_block(ids[-1:], features, cache, None, ids)
+        hidden = golden.read_block(new_context(ids[-1:], features, cache, committed_ids=ids))
         close(hidden, io[f"{r}.draft_hidden"][0])
         cache.truncate(0, before)
-        block = golden.draft_block(ids[-1:], features, cache, ChainSampler(), None, ids)
+        block = golden.draft_block(new_context(ids[-1:], features, cache, committed_ids=ids), ChainSampler())
         assert block.distribution is None and block.confidence_logits is None
         assert torch.equal(block.token_ids, io[f"{r}.verify_input_ids"][:, 1:])
         cache.truncate(0, before)
         forced = ForcedSampler(block.token_ids)
-        golden.draft_block(ids[-1:], features, cache, forced, None, ids)
+        golden.draft_block(new_context(ids[-1:], features, cache, committed_ids=ids), forced)
         close(torch.stack(forced.scores, dim=1), io[f"{r}.draft_logits"])
         assert cache.lengths[0] == before + len(ids)  # what was drafted does not count
 
@@ -207,7 +207,8 @@ def test_training_distribution_is_the_decoding_distribution_in_packed_documents(
             document = slice(anchor - int(positions[row, anchor]), anchor)
             committed = ids[row, document.start + 1 : anchor + 1]
             forced = ForcedSampler(labels[row, block][None])
-            draft.draft_block(committed[-1:], features[row, document][None], SlotCache(), forced, None, committed)
+            given = committed[-1:], features[row, document][None], SlotCache(), None, committed
+            draft.draft_block(new_context(*given), forced)
             close(logits[row, block], torch.cat(forced.scores), atol=1e-5)
 
 
@@ -256,11 +257,12 @@ def test_packed_rows_are_drafted_as_if_each_were_alone(target, overrides):
         anchors = torch.stack([ids[-1] if len(ids) else torch.tensor(7) for ids in committed])
         drafts = torch.randint(0, 48, (3, 4))
         forced = ForcedSampler(drafts)
-        block = draft.draft_block(anchors, torch.cat(features), together, forced, counts, torch.cat(committed))
+        given = anchors, torch.cat(features), together, counts, torch.cat(committed)
+        block = draft.draft_block(new_context(*given), forced)
         for row in range(3):
             single = ForcedSampler(drafts[row : row + 1])
-            given = anchors[row : row + 1], features[row], alone[row], single, counts[row : row + 1], committed[row]
-            expected = draft.draft_block(*given)
+            given = anchors[row : row + 1], features[row], alone[row], counts[row : row + 1], committed[row]
+            expected = draft.draft_block(new_context(*given), single)
             close(torch.cat([scores[row] for scores in forced.scores]), torch.cat([s[0] for s in single.scores]))
             close(block.distribution.probs[row], expected.distribution.probs[0])
         assert list(together.lengths) == [cache.lengths[0] for cache in alone]
@@ -299,7 +301,8 @@ class Watch:
             with torch.no_grad():
                 states = target(ids[None, :-1], output_hidden_states=True).hidden_states
             features = select_features(states, draft.config.target_layer_ids)
-            block = draft.draft_block(ids[-1:], features, SlotCache(), ChainSampler(), None, ids[1:])
+            context = new_context(ids[-1:], features, SlotCache(), committed_ids=ids[1:])
+            block = draft.draft_block(context, ChainSampler())
             assert block.token_ids[0, : len(proposed)].tolist() == proposed
         self.seen.clear()
 
@@ -494,7 +497,7 @@ def test_what_the_draft_cannot_do_is_refused_before_any_work(make_target, target
     with pytest.raises(ValueError, match=r"vocab_size: draft 48, target 50.*Eagle3Config\.from_target"):
         make_target(vocab_size=50).generate(**options)
     with pytest.raises(ValueError, match="pass committed_ids"):
-        draft.draft_block(torch.tensor([1]), torch.zeros(1, 3, 64), SlotCache(), ChainSampler())
+        draft.draft_block(new_context(torch.tensor([1]), torch.zeros(1, 3, 64), SlotCache()), ChainSampler())
 
 
 def test_costs_are_measured_and_not_taken_for_those_of_a_parallel_draft(target, draft, make_draft):

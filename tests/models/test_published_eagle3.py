@@ -8,6 +8,7 @@ from hf_dspark import DecodingOptions, Eagle3DraftModel, FullBlock
 from hf_dspark.models.slot_cache import SlotCache
 from hf_dspark.sampling.drafts import ChainSampler
 from tests.eagle3_target import DEFAULT_TAPS, GAMMA, NUM_TOKENS, PROMPT, make_target, target_features
+from tests.features import new_context
 from tests.models.test_modeling_dspark import ForcedSampler
 
 PROJECTS = {
@@ -37,7 +38,7 @@ def pair(fixtures, eagle3_target, project):
 def propose(draft, features, token_ids, sampler):
     """Draft after committed tokens, of which all but the last one have features."""
     ids = torch.as_tensor(token_ids)
-    return draft.draft_block(ids[-1:], features[None], SlotCache(), sampler, None, ids[1:])
+    return draft.draft_block(new_context(ids[-1:], features[None], SlotCache(), committed_ids=ids[1:]), sampler)
 
 
 def test_taps_are_those_of_the_projects_code(pair, project):

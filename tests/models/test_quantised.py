@@ -17,6 +17,7 @@ from hf_dspark.hub.inspection import inspect_draft
 from hf_dspark.models.auto import load_draft
 from hf_dspark.models.slot_cache import SlotCache
 from tests.config_files import change_config
+from tests.features import new_context
 
 pytestmark = pytest.mark.usefixtures("bitsandbytes")
 PAIR = Path(__file__).parents[2] / "examples" / "gsm8k_pair"
@@ -150,7 +151,7 @@ def test_quantised_drafts_read_features_as_they_are(make_quantised, tmp_path, ki
     packed = load_draft(tmp_path / "draft", quantization_config=BitsAndBytesConfig(**BITS[bits]))
     features, ids = torch.randn(1, 9, 128), torch.randint(48, (9,))
     hidden = [
-        each.bind(target).read_block(ids[-1:], features, SlotCache(), committed_ids=ids).float()
+        each.bind(target).read_block(new_context(ids[-1:], features, SlotCache(), committed_ids=ids)).float()
         for each in (draft, packed)
     ]
     assert (hidden[0] - hidden[1]).norm() < (0.1 if bits == "8" else 0.6) * hidden[0].norm()

@@ -131,8 +131,7 @@ def test_sure_matches_save_the_drafts_pass_and_the_draft_reads_them_later(pair, 
     repeat(target)
     draft.decoding = DecodingOptions(policy=Scheduler(DEAR, trees=True, skip=False))
     read, honest = [], draft.read_block
-    monkeypatch.setattr(draft, "read_block", lambda a, features, *more: read.append(len(features)) or
-                        honest(a, features, *more))  # fmt: skip
+    monkeypatch.setattr(draft, "read_block", lambda new: read.append(len(new.features)) or honest(new))
     output = target.generate(REPEATED, assistant_model=draft, do_sample=False, max_new_tokens=400, pad_token_id=0)
     assert output[0, 8:].tolist() == ([30, 5, 9] * 134)[:400]
     assert 1 < len(read) < 0.5 * draft.last_stats.rounds and max(read) >= 128

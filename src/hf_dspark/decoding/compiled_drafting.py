@@ -4,15 +4,13 @@ Trees grow on the host, level by level: of them the graph ends with the base log
 """
 
 import weakref
-from collections.abc import Sequence
 
 import torch
 from torch import nn
 
 from ..models.fixed_cache import FixedBlocks, mark_dynamic
-from ..models.modeling_draft import DraftModel
+from ..models.modeling_draft import DraftModel, NewContext
 from ..models.modeling_dspark import DSparkDraftModel
-from ..models.slot_cache import SlotCache
 from ..sampling.distributions import TokenDistribution
 from ..sampling.drafts import DraftBlock, Drafts, Sampler
 from ..targets.compiled_target import CompiledPasses, CompiledTarget, one_at_a_time
@@ -50,31 +48,22 @@ class CompiledDraft(CompiledPasses):
             return None
         return _known[draft]
 
-    def takes(self, cache: SlotCache, sampler: Sampler | None, counts: Sequence[int]) -> bool:
+    def takes(self, context: NewContext, sampler: Sampler) -> bool:
         """Tell whether a pass can be compiled: one of a round, by processors that read scores alone."""
         return (
             self.obstacle is None
-            and sampler is not None
             and not (isinstance(sampler, Chains) and sampler.processor.may_forbid_all)
-            and bool(cache.stores)
-            and sum(counts) <= MOST_FEATURES * self.blocks.num_slots * len(counts)
+            and bool(context.cache.stores)
+            and sum(context.counts) <= MOST_FEATURES * self.blocks.num_slots * len(context.counts)
             and not torch.is_autocast_enabled(self.device.type)
         )
 
     @torch.no_grad()
-    def draft_block(
-        self,
-        draft: DSparkDraftModel,
-        anchor_ids: torch.Tensor,
-        features: torch.Tensor,
-        cache: SlotCache,
-        sampler: Sampler,
-        counts: Sequence[int],
-        num_tokens: int,
-    ) -> Drafts:
+    def draft_block(self, draft: DSparkDraftModel, context: NewContext, sampler: Sampler, num_tokens: int) -> Drafts:
         """Do what [`~DraftModel.draft_block`] does. A graph draws whole blocks, of which so many tokens are kept."""
         self.blocks.num_slots = draft.config.num_slots
         chain = self._chain(draft, sampler) if isinstance(sampler, Chains) else None
+        anchor_ids, features, cache, counts = context.anchor_ids, context.features, context.cache, context.counts
         num_features = self._padded(len(features), len(counts))
         padded = mark_dynamic(nn.functional.pad(features, (0, 0, 0, num_features - len(features))), 0)
         with one_at_a_time:
@@ -89,7 +78,7 @@ class CompiledDraft(CompiledPasses):
             finally:
                 self.blocks.stores = {}
         if found is None:
-            return draft.draft_block(anchor_ids, features, cache, sampler, counts, num_tokens=num_tokens)
+            return draft.draft_block(context, sampler, num_tokens)
         for row, count in enumerate(counts):
             cache.commit(row, count)
         if chain is None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 from transformers import PreTrainedModel
 
-from ..models.modeling_draft import DraftModel
+from ..models.modeling_draft import DraftModel, NewContext
 from ..models.slot_cache import SlotCache
 from ..sampling.drafts import DraftBlock, Drafts, Sampler, Verified
 from ..sampling.noise import BlockNoise, block_noise
@@ -290,19 +290,20 @@ class Drafter:
         try:
             with self._own_precision():
                 parts = [part for request in requests for part in request.features]
-                context = anchors, joined(parts or [self._no_features]), self.cache
+                features = joined(parts or [self._no_features])
+                context = NewContext(anchors, features, num_features, self.cache, committed_ids)
                 if sampler is None:
-                    draft.read_block(*context, num_features, committed_ids)
+                    draft.read_block(context)
                     return None
-                if self._compiled is not None and self._compiled.takes(self.cache, sampler, num_features):
-                    return self._compiled.draft_block(draft, *context, sampler, num_features, num_tokens)
+                if self._compiled is not None and self._compiled.takes(context, sampler):
+                    return self._compiled.draft_block(draft, context, sampler, num_tokens)
                 if self._last_blocks is not None:
-                    hidden = draft.read_block(*context, num_features, committed_ids)
+                    hidden = draft.read_block(context)
                     slots = draft.predicting(hidden)[:, :num_tokens]
                     base_logits = draft.base_logits(slots)
                     self._last_blocks.keep(requests, slots, base_logits)
                     return draft.sample_block(slots, base_logits, anchors, sampler)
-                return draft.draft_block(*context, sampler, num_features, committed_ids, num_tokens)
+                return draft.draft_block(context, sampler, num_tokens)
         finally:
             for request, known, length in zip(requests, before, self.cache.lengths, strict=False):
                 if length > known:  # in the cache now, even if a processor failed afterwards

@@ -54,6 +54,17 @@ class AnchoredBlocks:
         return self.weights > 0
 
 
+@dataclass(frozen=True)
+class NewContext:
+    """What a draft reads before it drafts: what was committed since it did so last, of R requests."""
+
+    anchor_ids: torch.Tensor  # [R], x_0, the last committed token of each request
+    features: torch.Tensor  # [T, m*d], tapped target layers of the tokens before the anchors, packed
+    counts: Sequence[int]  # how many of these belong to each request
+    cache: SlotCache  # its rows 0..R-1 hold the earlier context; the new one is appended
+    committed_ids: torch.Tensor | None = None  # [T], the committed token after each of them; not all drafts read it
+
+
 class DraftModel(PreTrainedModel):
     """Base of all drafts: pass one to `target.generate(..., assistant_model=draft)`, train it with [`DSparkTrainer`].
 
@@ -323,47 +334,19 @@ class DraftModel(PreTrainedModel):
         return logits if cap is None else torch.tanh(logits / cap) * cap
 
     @torch.no_grad()
-    def draft_block(
-        self,
-        anchor_ids: torch.Tensor,
-        features: torch.Tensor,
-        cache: SlotCache,
-        sampler: Sampler,
-        num_features: Sequence[int] | None = None,
-        committed_ids: torch.Tensor | None = None,
-        num_tokens: int | None = None,
-    ) -> Drafts:
-        """Read the new context into `cache`, and draft a chain or a tree per request, as the sampler draws it.
+    def draft_block(self, context: NewContext, sampler: Sampler, num_tokens: int | None = None) -> Drafts:
+        """Read new context, and draft a chain or a tree per request, level by level, as the sampler draws it.
 
-        Args:
-            anchor_ids (`torch.LongTensor` of shape `[B]`): x_0, the last committed token of each request.
-            features (`torch.Tensor` of shape `[B, C, m*d]`, or packed `[T, m*d]` with `num_features`): Tapped target
-                layers of the committed tokens not yet in `cache`, the anchor excluded.
-            cache ([`SlotCache`]): Rows 0..B-1 hold the requests' context; the new one is appended.
-            sampler ([`Sampler`]): Draws the tokens, one level after another.
-            num_features (`Sequence[int]`, *optional*): How many tokens of `features` belong to each request.
-            committed_ids (`torch.LongTensor` of shape `[T]`, *optional*): The committed token after each token of
-                `features`; autoregressive drafts need it.
-            num_tokens (`int`, *optional*): Draw so many levels at most, 1 <= n <= γ; γ unless given.
+        So many levels are drawn at most, 1 <= n <= γ; γ unless given.
         """
-        counts = num_features or (features.shape[1],) * len(anchor_ids)
-        hidden = self.read_block(anchor_ids, features, cache, counts, committed_ids)
-        return self._draw(hidden, anchor_ids, sampler, num_tokens, cache, counts)
+        return self._draw(self.read_block(context), context, sampler, num_tokens)
 
     @torch.no_grad()
-    def read_block(
-        self,
-        anchor_ids: torch.Tensor,
-        features: torch.Tensor,
-        cache: SlotCache,
-        num_features: Sequence[int] | None = None,
-        committed_ids: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+    def read_block(self, context: NewContext) -> torch.Tensor:
         """Read the new context as [`~DraftModel.draft_block`] does, draw nothing, and return h. DSpark Eq. 2-3."""
-        counts = num_features or (features.shape[1],) * len(anchor_ids)
-        hidden = self._read(anchor_ids, features.flatten(0, -2), cache, counts, committed_ids)
-        for row, count in enumerate(counts):
-            cache.commit(row, count)
+        hidden = self._read(context)
+        for row, count in enumerate(context.counts):
+            context.cache.commit(row, count)
         return hidden
 
     def teacher_forced(

@@ -4,8 +4,7 @@ DFlash is the special case `markov_rank=0`. One backbone serves every target fam
 """
 
 import math
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -20,8 +19,8 @@ from .fixed_cache import FixedBlocks
 from .heads import MARKOV_HEADS, ConfidenceHead, Successors, with_successors
 from .layers import Attending, BlockConvolution, DraftLayer, DSparkRMSNorm, DSparkRotaryEmbedding, Rotary, V4Attention
 from .losses import SlotLogits
-from .modeling_draft import DraftModel
-from .slot_cache import SlotCache, SlotLayout
+from .modeling_draft import DraftModel, NewContext
+from .slot_cache import SlotLayout
 from .v4_layers import connected, init_v4_weights, v4_module
 
 # Of `draft_top_k` candidates, one in so many is named by the Markov head, the others by the base logits.
@@ -168,10 +167,9 @@ class DSparkDraftModel(DraftModel):
     def _before_lm_head(self, hidden: torch.Tensor) -> torch.Tensor:
         return self.norm(hidden) if self.config.v4_heads else hidden
 
-    def _read(
-        self, anchor_ids: torch.Tensor, features: torch.Tensor, cache: SlotCache, counts: Sequence[int], *more: Any
-    ) -> torch.Tensor:
-        num_slots, starts = self.config.num_slots, cache.lengths[: len(counts)]
+    def _read(self, context: NewContext) -> torch.Tensor:
+        cache, counts, num_slots = context.cache, context.counts, self.config.num_slots
+        starts = cache.lengths[: len(counts)]
         after_context = tuple(start + count for start, count in zip(starts, counts, strict=True))
         blocks = SlotLayout(after_context, (num_slots,) * len(counts))  # written after the context and never counted
         # Of a single request, both are written at once.
@@ -179,7 +177,7 @@ class DSparkDraftModel(DraftModel):
         contexts = SlotLayout(starts, (counts[0] + num_slots,) if is_single else tuple(counts))
         written = (contexts,) if is_single else (contexts, blocks)
         drafting = CachedPass(cache, written, blocks, firsts=cache.first_seen(after_context))
-        return self.read_cached(anchor_ids, features, drafting)
+        return self.read_cached(context.anchor_ids, context.features, drafting)
 
     def read_cached(
         self, anchor_ids: torch.Tensor, features: torch.Tensor, drafting: CachedPass | FixedBlocks
@@ -191,11 +189,9 @@ class DSparkDraftModel(DraftModel):
         hidden = self.backbone(block_embeds, features[None], drafting.position_ids(features.device), drafting)
         return hidden.view(len(anchor_ids), self.config.num_slots, -1)
 
-    def _draw(
-        self, hidden: torch.Tensor, anchor_ids: torch.Tensor, sampler: Sampler, num_tokens: int | None, *more: Any
-    ) -> Drafts:
+    def _draw(self, hidden: torch.Tensor, context: NewContext, sampler: Sampler, num_tokens: int | None) -> Drafts:
         base_logits = self.base_logits(self.predicting(hidden)[:, :num_tokens])
-        return self.sample_block(hidden, base_logits, anchor_ids, sampler)
+        return self.sample_block(hidden, base_logits, context.anchor_ids, sampler)
 
     def sample_block(
         self,

@@ -8,7 +8,6 @@ projects; what differs is in the config.
 
 from collections.abc import Sequence
 from itertools import accumulate
-from typing import Any
 
 import numpy as np
 import torch
@@ -23,7 +22,7 @@ from .block_attention import BlockLayout, CachedPass, KeyRanges
 from .configuration_eagle3 import Eagle3Config
 from .layers import Attending, DraftLayer, DSparkRMSNorm, DSparkRotaryEmbedding, Rotary
 from .losses import SlotLogits
-from .modeling_draft import DraftModel
+from .modeling_draft import DraftModel, NewContext
 from .modeling_dspark import of_nodes
 from .slot_cache import SlotCache, SlotLayout
 
@@ -167,11 +166,9 @@ class Eagle3DraftModel(DraftModel):
             return features.detach().requires_grad_(self.training)
         return self.fc(features)
 
-    def _read(
-        self, anchor_ids: torch.Tensor, features: torch.Tensor, cache: SlotCache, counts: Sequence[int], *more: Any
-    ) -> torch.Tensor:
-        """Return the output of each request's last slot before the final norm, `[B, d]`; of P-EAGLE `[B, γ, d]`."""
-        (committed_ids,) = more
+    def _read(self, context: NewContext) -> torch.Tensor:
+        """Return the output of each request's last slot before the final norm, `[R, d]`; of P-EAGLE `[R, γ, d]`."""
+        features, cache, counts, committed_ids = context.features, context.cache, context.counts, context.committed_ids
         if committed_ids is None:
             raise ValueError(
                 "an Eagle3 draft reads each context token together with the next one: pass committed_ids, the "
@@ -180,7 +177,7 @@ class Eagle3DraftModel(DraftModel):
         if 0 in counts:  # its last round failed: it reads a slot without features, which is not kept
             split, blank = list(counts), features.new_zeros(1, features.shape[1])
             features = torch.cat([own if len(own) else blank for own in features.split(split)])
-            ids = zip(anchor_ids.split(1), committed_ids.split(split), strict=True)
+            ids = zip(context.anchor_ids.split(1), committed_ids.split(split), strict=True)
             committed_ids = torch.cat([own if len(own) else anchor for anchor, own in ids])
         hidden, counts = self.fuse(features), [max(1, count) for count in counts]
         width = 1 if self.mask_hidden is None else self.config.block_size  # slots of each request that attend
@@ -201,12 +198,10 @@ class Eagle3DraftModel(DraftModel):
         read = self._run(hidden[None], committed_ids, whole.position_ids(self.device), passes)
         return read if self.mask_hidden is None else read.unflatten(0, (len(counts), width))
 
-    def _draw(
-        self, hidden: torch.Tensor, anchor_ids: torch.Tensor, sampler: Sampler, num_tokens: int | None, *more: Any
-    ) -> Drafts:
-        top_k, kept_ids, (cache, counts) = self.config.draft_top_k, self.draft_token_ids(), more
+    def _draw(self, hidden: torch.Tensor, context: NewContext, sampler: Sampler, num_tokens: int | None) -> Drafts:
+        top_k, kept_ids, cache = self.config.draft_top_k, self.draft_token_ids(), context.cache
         # Where the block begins; a slot that was read without features is not counted.
-        starts = [length + (count == 0) for length, count in zip(cache.lengths, counts, strict=False)]
+        starts = [length + (count == 0) for length, count in zip(cache.lengths, context.counts, strict=False)]
         nodes, firsts = NodeSlots(starts, cache), cache.first_seen(starts)
         slots, rows = None, None  # logits of P-EAGLE's slots, and which request each node of a level is of, if not one
         if self.mask_hidden is not None:

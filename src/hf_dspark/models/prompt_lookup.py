@@ -9,7 +9,7 @@ from ..sampling.drafts import Drafts, Sampler
 from .auto import require_target
 from .configuration_draft import text_config
 from .configuration_dspark import DSparkConfig
-from .modeling_draft import DraftModel
+from .modeling_draft import DraftModel, NewContext
 
 
 class PromptLookup(DraftModel):
@@ -57,10 +57,10 @@ class PromptLookup(DraftModel):
     def dtype(self) -> torch.dtype:
         return self._home[1]
 
-    def _read(self, *given: Any) -> None:
+    def _read(self, context: NewContext) -> None:
         """Keep nothing of the context."""
 
-    def _draw(self, hidden: None, anchor_ids: torch.Tensor, sampler: Sampler, *more: Any) -> Drafts:
+    def _draw(self, hidden: None, context: NewContext, sampler: Sampler, num_tokens: int | None) -> Drafts:
         return sampler.finish()  # it knows what was matched
 
     def save_pretrained(self, *args: Any, **kwargs: Any) -> NoReturn:

@@ -1,7 +1,6 @@
 """Ordinary causal LMs that draft: a packed pass over a slot cache of their own for each token."""
 
 import inspect
-from collections.abc import Sequence
 from itertools import accumulate
 from typing import Any, NoReturn
 
@@ -10,7 +9,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Pre
 
 from ..models.auto import is_draft
 from ..models.configuration_eagle3 import Eagle3Config
-from ..models.modeling_draft import DraftModel, check_fits
+from ..models.modeling_draft import DraftModel, NewContext, check_fits
 from ..models.slot_cache import SlotCache, SlotLayout
 from ..sampling.drafts import Drafts, Sampler
 from ..sampling.transfers import to_device
@@ -100,25 +99,22 @@ class AssistantDraft(DraftModel):
         """Raise a `TypeError`: the assistant is what can be saved."""
         raise TypeError("an AssistantDraft has no weights of its own to save or publish: save its assistant")
 
-    def _read(
-        self, anchor_ids: torch.Tensor, features: torch.Tensor, cache: SlotCache, counts: Sequence[int], *more: Any
-    ) -> torch.Tensor:
-        """Return the logits after each request's anchor, `[B, V]`. Its slot is written after the context, and read
+    def _read(self, context: NewContext) -> torch.Tensor:
+        """Return the logits after each request's anchor, `[R, V]`. Its slot is written after the context, and read
         again in the next round."""
-        layout = SlotLayout(cache.lengths[: len(counts)], tuple(count + 1 for count in counts))
-        return self._logits(more[0], cache, layout)
+        counts = tuple(count + 1 for count in context.counts)
+        layout = SlotLayout(context.cache.lengths[: len(counts)], counts)
+        return self._logits(context.committed_ids, context.cache, layout)
 
-    def _draw(
-        self, hidden: torch.Tensor, anchor_ids: torch.Tensor, sampler: Sampler, num_tokens: int | None, *more: Any
-    ) -> Drafts:
-        logits, (cache, counts), num_tokens = hidden, more, num_tokens or self.config.block_size
+    def _draw(self, logits: torch.Tensor, context: NewContext, sampler: Sampler, num_tokens: int | None) -> Drafts:
+        cache, num_tokens = context.cache, num_tokens or self.config.block_size
         known, vocab_size = logits.shape[-1], self.config.vocab_size
         ids = torch.arange(known, device=logits.device).expand_as(logits) if known < vocab_size else None
         for depth in range(1, 1 + num_tokens):
             level = sampler(logits[:, :vocab_size].float(), ids, None)
             if level is None or depth == num_tokens:
                 break
-            starts = tuple(length + depth for length in cache.lengths[: len(counts)])
+            starts = tuple(length + depth for length in cache.lengths[: len(context.counts)])
             logits = self._logits(level[0], cache, SlotLayout(starts, (1,) * len(starts)))
         return sampler.finish()
 
