@@ -4,7 +4,7 @@ A returned cache carries a [`Conversation`]. Caches of plain `generate()` carry 
 import copy
 import weakref
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -67,51 +67,29 @@ def open_cache(given: Cache | None, batch_size: int) -> SlotCache:
 
 def read_prompt(call: Call, row: int, cache: SlotCache) -> PromptRow:
     """Take one row out of its padding, and find out what of it is cached."""
-    prompt = _read_row(call, row, cache)
-    types = call.token_types
-    if types is None:
-        return prompt
-    own = prompt.columns[prompt.columns >= call.width - call.columns] - call.width
-    return replace(prompt, token_types=types[row][own.to(types.device)][-len(prompt.fed) :])
-
-
-def _read_row(call: Call, row: int, cache: SlotCache) -> PromptRow:
-    input_ids, embeds, mask, given = call.input_ids, call.embeds, call.mask, call.cache
-    columns, width = call.columns, call.width
-    real = torch.ones(width, dtype=torch.bool, device="cpu") if mask is None else mask[row].bool().cpu()
-    before, own = real[: width - columns], real[width - columns :]
-    place = {"columns": real.nonzero()[:, 0], "width": width}
-    past = 0 if given is None else given.get_seq_length()
-    if embeds is not None:  # always of everything
-        has_ids = input_ids.shape[1] == columns
-        token_ids = input_ids[row][own.to(input_ids.device)] if has_ids else input_ids[row]
-        place |= {"padding": columns - int(own.sum()) if has_ids else 0, "token_ids": token_ids}
-        cached = 0
-        if past > 0:
-            cached = (
-                _cached_columns(row, place["columns"], cache) if given is cache else _taken(given, row, real, cache)
-            )
-        return PromptRow(**place, fed=embeds[row][own.to(embeds.device)][cached:], cached=cached)
-    token_ids = input_ids[row][own.to(input_ids.device)]
-    place |= {"padding": columns - len(token_ids), "token_ids": token_ids}
+    input_ids, embeds, types, given, width = call.input_ids, call.embeds, call.token_types, call.cache, call.width
+    real = torch.ones(width, dtype=torch.bool, device="cpu") if call.mask is None else call.mask[row].bool().cpu()
+    before, own = real[: width - call.columns], real[width - call.columns :]
+    has_ids = input_ids.shape[1] == call.columns  # of embeddings, all are known or none
+    token_ids = input_ids[row][own.to(input_ids.device)] if has_ids else input_ids[row]
+    padding, columns = call.columns - int(own.sum()) if has_ids else 0, real.nonzero()[:, 0]
+    cached, earlier_ids = int(before.sum()), None
     if len(before) > 0:  # only what is new was given
-        cached, earlier = int(before.sum()), None
         if isinstance(given, SlotCache):
-            earlier = _earlier_ids(row, cached, cache)
-        elif past > 0:
+            earlier_ids = _earlier_ids(row, cached, cache)
+        elif call.cached > 0:
             cache.take_row(given, row, before.nonzero()[:, 0])
-        return PromptRow(**place, fed=token_ids, cached=cached, earlier_ids=earlier)
-    if past == 0:
-        return PromptRow(**place, fed=token_ids)
-    # Of a cache from elsewhere the features are not known: the draft starts after it.
-    cached = _common_prefix(row, token_ids, cache) if given is cache else _taken(given, row, real, cache)
-    return PromptRow(**place, fed=token_ids[cached:], cached=cached)
-
-
-def _taken(given: Cache, row: int, real: torch.Tensor, cache: SlotCache) -> int:
-    """Take over what a plain cache holds of a row whose tokens stand in the `real` columns; return how many it is."""
-    cache.take_row(given, row, real[: given.get_seq_length()].nonzero()[:, 0])
-    return cache.lengths[row]
+        fed = token_ids
+    else:
+        if call.cached > 0 and given is not cache:  # the features are not known: the draft starts after it
+            cache.take_row(given, row, real[: call.cached].nonzero()[:, 0])
+            cached = cache.lengths[row]
+        elif call.cached > 0:
+            cached = _common_prefix(row, token_ids, cache) if embeds is None else _cached_columns(row, columns, cache)
+        fed = token_ids[cached:] if embeds is None else embeds[row][own.to(embeds.device)][cached:]
+    if types is not None:
+        types = types[row, -call.columns :][own.to(types.device)][-len(fed) :]
+    return PromptRow(columns, width, padding, token_ids, fed, cached, earlier_ids, types)
 
 
 def _cached_columns(row: int, columns: torch.Tensor, cache: SlotCache) -> int:
