@@ -5,7 +5,6 @@ import copy
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import accumulate, groupby
 from typing import Any
 
@@ -232,34 +231,26 @@ class Truncation:
         if has_more is None and unsure is None:
             return truncated
         doubt = unsure if has_more is None else has_more if unsure is None else has_more | unsure
-        settle = partial(self._settle, logits, scores, candidate_ids, has_more, unsure, removed)
+
+        def settle() -> Scores:
+            """Let transformers decide where more ties, or a flatter distribution, than the candidates have room for; and
+            what top-p removes in the rows where equal scores or rounding do: it sorts the whole vocabulary, and which
+            of equal scores are removed is up to that sort."""
+            if has_more is not None and has_more.any():
+                return Scores(_at_once(logits.to(torch.float32, copy=True), self.warpers))
+            ids = candidate_ids[unsure]
+            if self.top_k is None:
+                whole = logits[unsure].float() / self.temperature
+            else:
+                whole = scatter_to_vocabulary(scores[unsure], ids, size)
+            removed[unsure] = TopPLogitsWarper(self.top_p)(None, whole).gather(-1, ids) == -torch.inf
+            return self._without(removed, scores, candidate_ids)
+
         return replace(truncated, doubt=doubt.any(), settle=settle)
 
     def _without(self, removed: torch.Tensor | None, scores: torch.Tensor, candidate_ids: torch.Tensor) -> Scores:
         scores = scores if removed is None else scores.masked_fill(removed, -torch.inf)
         return Scores(scores if self.min_p is None else self._above_min_p(scores), candidate_ids)
-
-    def _settle(
-        self,
-        logits: torch.Tensor,
-        scores: torch.Tensor,
-        candidate_ids: torch.Tensor,
-        has_more: torch.Tensor | None,
-        unsure: torch.Tensor | None,
-        removed: torch.Tensor | None,
-    ) -> Scores:
-        """Let transformers decide where more ties, or a flatter distribution, than the candidates have room for; and
-        what top-p removes in the rows where equal scores or rounding do: it sorts the whole vocabulary, and which of
-        equal scores are removed is up to that sort."""
-        if has_more is not None and has_more.any():
-            return Scores(_at_once(logits.to(torch.float32, copy=True), self.warpers))
-        ids = candidate_ids[unsure]
-        if self.top_k is None:
-            whole = logits[unsure].float() / self.temperature
-        else:
-            whole = scatter_to_vocabulary(scores[unsure], ids, logits.shape[-1])
-        removed[unsure] = TopPLogitsWarper(self.top_p)(None, whole).gather(-1, ids) == -torch.inf
-        return self._without(removed, scores, candidate_ids)
 
     def _above_min_p(self, scores: torch.Tensor) -> torch.Tensor:
         probs = scores.softmax(dim=-1)
