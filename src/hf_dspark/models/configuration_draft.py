@@ -207,6 +207,8 @@ class DraftConfig(PreTrainedConfig):
         yield all(-1 <= layer < last + reads_last for layer in ids), "target_layer_ids", the_last
         top_k = self.draft_top_k
         yield top_k is None or 1 <= top_k <= tokens, "draft_top_k", f"lie in [1, {tokens}], or be None"
+        pruned = self.draft_vocab_size
+        yield pruned is None or 1 <= pruned <= self.vocab_size, "draft_vocab_size", f"lie in [1, {self.vocab_size}]"
         yield self.hidden_act in ACT2FN, "hidden_act", "name an activation that transformers knows"
         yield self.dtype is None or self.dtype in DTYPES, "dtype", f"be one of {DTYPES}"
 

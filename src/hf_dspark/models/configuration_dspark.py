@@ -143,7 +143,7 @@ class DSparkConfig(DraftConfig):
 
     def rules(self) -> Iterator[tuple[bool, str, str]]:
         yield from super().rules()
-        layers, types, pruned = self.num_hidden_layers, self.layer_types, self.draft_vocab_size
+        layers, types = self.num_hidden_layers, self.layer_types
         known = len(types) == layers and set(types) <= set(LAYER_TYPES)
         yield known, "layer_types", f"name one of {LAYER_TYPES} for each of the {layers} layers"
         if "sliding_attention" in types:
@@ -161,7 +161,6 @@ class DSparkConfig(DraftConfig):
         yield 0 <= self.conv_kernel_size <= slots, "conv_kernel_size", f"lie in [0, {slots}], the slots of a block"
         divides = group >= 1 and self.hidden_size % group == 0
         yield self.conv_kernel_size == 0 or divides, "conv_group_size", f"divide the hidden size {self.hidden_size}"
-        yield pruned is None or 1 <= pruned <= self.vocab_size, "draft_vocab_size", f"lie in [1, {self.vocab_size}]"
         experts, reading = self.num_experts, self.num_experts_per_tok
         yield not experts or 1 <= reading <= experts, "num_experts_per_tok", f"lie in [1, {experts}]"
         rank, groups, heads = self.q_lora_rank, self.o_groups, self.num_attention_heads

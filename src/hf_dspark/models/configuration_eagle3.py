@@ -63,8 +63,6 @@ class Eagle3Config(DraftConfig):
 
     def rules(self) -> Iterator[tuple[bool, str, str]]:
         yield from super().rules()
-        pruned = self.draft_vocab_size
-        yield pruned is None or 1 <= pruned <= self.vocab_size, "draft_vocab_size", f"lie in [1, {self.vocab_size}]"
         for name, has in (("own_embedding", self.own_embedding), ("own_lm_head", self.has_lm_head)):
             yield has or self.feature_size == self.hidden_size, name, "be True: the target's has rows of another size"
         need = "not be True together with fc_norm: the features pass one of them"
