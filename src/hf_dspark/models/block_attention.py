@@ -62,6 +62,7 @@ class KeyRanges:
     ends: torch.Tensor  # [B, N], the one after the last
     length: int  # S, keys of the sequence
     num_rows: int = 1  # rows of a block
+    queries: torch.Tensor | None = None  # places in the sequence of the rows that attend, [B, N]; `None`: all
     masks: dict[tuple, torch.Tensor] = field(default_factory=dict)  # made once for all layers
 
     @functools.cached_property
@@ -135,6 +136,7 @@ class CachedPass:
     firsts: tuple[int, ...] = (0,)  # the first slot that each row sees, or all rows
     # Of nodes of trees: which slots each row sees, [R, width, keys]; there are no sliding layers then.
     sees: torch.Tensor | None = None
+    queries: torch.Tensor | None = None  # places of `rows` in what is written, [1, Q], for layers that get all of it
     # For all layers, folded without sinks.
     masks: dict[SlidingWindow | None, torch.Tensor | None] = field(default_factory=dict)
 

@@ -7,6 +7,7 @@ projects; what differs is in the config.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import accumulate
 
 import numpy as np
@@ -40,17 +41,11 @@ class Eagle3Layer(DraftLayer):
         self.eh_proj = nn.Linear(2 * size, size, bias=False) if projects else None
 
     def forward(
-        self,
-        hidden: torch.Tensor,
-        embeds: torch.Tensor,
-        rotary: Rotary,
-        attending: Attending,
-        rows: torch.Tensor | None = None,
-        *earlier: torch.Tensor,
+        self, hidden: torch.Tensor, embeds: torch.Tensor, rotary: Rotary, attending: Attending, *earlier: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Run slots through the layer: what is known of each position, and the embedded next token, `[B, T, d]` each.
 
-        Returns the output `[B, Q, d]` of the slots `rows`, and keys and values of all slots, `[B, kv_heads, T, size]`.
+        Returns the output `[B, Q, d]` of those that attend, and keys and values of all slots, `[B, kv_heads, T, size]`.
         `earlier` are keys and values of earlier passes.
         """
         if self.eh_proj is not None:
@@ -61,6 +56,7 @@ class Eagle3Layer(DraftLayer):
             normed = self.hidden_norm(hidden)
             states = torch.cat([self.input_layernorm(embeds), normed], dim=-1)
             hidden = normed if self.norm_before_residual else hidden
+        rows = attending.queries
         of_rows = tuple(take_rows(part[:, 0], rows)[:, None] for part in rotary)
         attended, *own = self.self_attn(take_rows(states, rows), states, of_rows, rotary, attending, *earlier)
         return self.after_attention(take_rows(hidden, rows), attended), *own
@@ -169,11 +165,7 @@ class Eagle3DraftModel(DraftModel):
     def _read(self, context: NewContext) -> torch.Tensor:
         """Return the output of each request's last slot before the final norm, `[R, d]`; of P-EAGLE `[R, γ, d]`."""
         features, cache, counts, committed_ids = context.features, context.cache, context.counts, context.committed_ids
-        if committed_ids is None:
-            raise ValueError(
-                "an Eagle3 draft reads each context token together with the next one: pass committed_ids, the "
-                "committed token after each token of features"
-            )
+        assert committed_ids is not None, "each context token is read together with the next one"
         if 0 in counts:  # its last round failed: it reads a slot without features, which is not kept
             split, blank = list(counts), features.new_zeros(1, features.shape[1])
             features = torch.cat([own if len(own) else blank for own in features.split(split)])
@@ -190,11 +182,10 @@ class Eagle3DraftModel(DraftModel):
         last = [[end - width + slot for end in accumulate(layout.counts) for slot in range(width)]]
         last_slots = tuple(start + count - 1 for start, count in zip(layout.starts, counts, strict=True))
         firsts = cache.first_seen([slot + 1 for slot in last_slots])
-        whole, ends = (
-            CachedPass(cache, (layout,), queries, is_causal=True, firsts=firsts)
-            for queries in (layout, SlotLayout(last_slots, (width,) * layout.num_rows))
-        )
-        passes = [(whole, None)] * (len(self.layers) - 1) + [(ends, to_device(last, self.device))]
+        whole = CachedPass(cache, (layout,), layout, is_causal=True, firsts=firsts)
+        rows = SlotLayout(last_slots, (width,) * layout.num_rows)
+        ends = replace(whole, rows=rows, queries=to_device(last, self.device), masks={})
+        passes = [whole] * (len(self.layers) - 1) + [ends]
         read = self._run(hidden[None], committed_ids, whole.position_ids(self.device), passes)
         return read if self.mask_hidden is None else read.unflatten(0, (len(counts), width))
 
@@ -232,22 +223,18 @@ class Eagle3DraftModel(DraftModel):
                 hidden = hidden[to_device(parents, hidden.device)]
                 layout, positions, sees = nodes.below(parents, self.device)
             drafting = CachedPass(cache, (layout,), layout, is_causal=True, firsts=firsts, sees=sees)
-            hidden = self._run(hidden[None], tokens, positions, [(drafting, None)] * len(self.layers))
+            hidden = self._run(hidden[None], tokens, positions, [drafting] * len(self.layers))
         return sampler.finish()
 
     def _run(
-        self,
-        hidden: torch.Tensor,
-        token_ids: torch.Tensor,
-        position_ids: torch.Tensor,
-        passes: Sequence[tuple[CachedPass, torch.Tensor | None]],
+        self, hidden: torch.Tensor, token_ids: torch.Tensor, position_ids: torch.Tensor, passes: Sequence[CachedPass]
     ) -> torch.Tensor:
-        """Run packed slots `[1, T, d]` with their next tokens `[T]` through the layers, each with its own pass and the
-        rows that attend in it. Returns the output of those of the last one, `[Q, d]`."""
+        """Run packed slots `[1, T, d]` with their next tokens `[T]` through the layers, each with its own pass. Returns
+        the output of the rows that attend in the last one, `[Q, d]`."""
         embeds = self.embed(token_ids)[None]
         rotary = self.rotary(position_ids, embeds.dtype)
-        for layer, (drafting, rows) in zip(self.layers, passes, strict=True):
-            hidden, _, _ = layer(hidden, embeds, rotary, drafting, rows)
+        for layer, drafting in zip(self.layers, passes, strict=True):
+            hidden, _, _ = layer(hidden, embeds, rotary, drafting)
         return hidden[0]
 
     def block_hidden(
@@ -271,9 +258,9 @@ class Eagle3DraftModel(DraftModel):
         embeds = self.embed(torch.cat([input_ids[:, 1:], input_ids[:, -1:]], dim=1))  # the last slot serves no anchor
         rotary = self.rotary(layout.position_ids, embeds.dtype)
         earlier: list[tuple[torch.Tensor, ...]] = []  # keys and values of all steps, by layer
-        attending = [(whole, None)] * (len(self.layers) - 1) + [(ranges, slots)]
-        for layer, who in zip(self.layers, attending, strict=True):
-            hidden, *new = layer(hidden, embeds, rotary, *who)
+        passes = [whole] * (len(self.layers) - 1) + [replace(ranges, queries=slots)]
+        for layer, attending in zip(self.layers, passes, strict=True):
+            hidden, *new = layer(hidden, embeds, rotary, attending)
             earlier.append(tuple(new))
         outputs = [hidden]
         positions = layout.position_ids.gather(1, slots)
@@ -286,7 +273,7 @@ class Eagle3DraftModel(DraftModel):
             embeds = self.embed(following)
             rotary = self.rotary(positions + step, embeds.dtype)
             for index, layer in enumerate(self.layers):
-                hidden, *new = layer(hidden, embeds, rotary, ranges, None, *earlier[index])
+                hidden, *new = layer(hidden, embeds, rotary, ranges, *earlier[index])
                 earlier[index] += tuple(new)
             outputs.append(hidden)
         return self.norm(torch.stack(outputs, dim=2))

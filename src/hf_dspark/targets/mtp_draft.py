@@ -21,6 +21,7 @@ from ..models.auto import holds_tensors, require_target
 from ..models.block_attention import CachedPass, SlidingWindow
 from ..models.configuration_draft import text_config
 from ..models.configuration_eagle3 import Eagle3Config
+from ..models.layers import Rotary
 from ..models.modeling_eagle3 import Eagle3DraftModel, take_rows
 from ..models.slot_cache import SlotCache, SlotLayout
 from .support import TargetSupport
@@ -38,25 +39,16 @@ _running: ContextVar[_Pass] = ContextVar("hf_dspark_mtp_pass")
 
 
 def mtp_attention(
-    module: nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: None,
-    scaling: float | None = None,
-    sliding_window: int | None = None,
-    s_aux: torch.Tensor | None = None,
-    softcap: float | None = None,
-    position_bias: torch.Tensor | None = None,
-    **kwargs: Any,
+    module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: None, **given: Any
 ) -> tuple[torch.Tensor, None]:
     """Attend as the running pass says; the signature is that of transformers' attention functions."""
-    if softcap is not None or position_bias is not None:
+    if given.get("softcap") is not None or given.get("position_bias") is not None:
         raise ValueError("it attends with position biases or a cap of scores")
-    running = _running.get()
+    running, size = _running.get(), given.get("sliding_window")
     running.num_calls += 1
-    window = None if sliding_window is None else SlidingWindow(sliding_window, causal=True)
-    layer = SimpleNamespace(layer_idx=0, scaling=scaling, window=window, attention_sink_bias=s_aux)
+    window = None if size is None else SlidingWindow(size, causal=True)
+    facts = {"scaling": given.get("scaling"), "attention_sink_bias": given.get("s_aux")}
+    layer = SimpleNamespace(layer_idx=0, window=window, **facts)
     return running.attending.attend(layer, query, key, value), None
 
 
@@ -128,13 +120,9 @@ class _OwnLayer(nn.Module):
         self.post_norm = getattr(module, "shared_post_norm", None) or nn.Identity()  # else the layer has it
 
     def forward(
-        self,
-        hidden: torch.Tensor,
-        embeds: torch.Tensor,
-        rotary: tuple[torch.Tensor, torch.Tensor] | None,
-        attending: CachedPass,
-        rows: torch.Tensor | None = None,
+        self, hidden: torch.Tensor, embeds: torch.Tensor, rotary: Rotary | None, attending: CachedPass
     ) -> tuple[torch.Tensor, None, None]:
+        rows = attending.queries
         running = _Pass(attending if rows is None else replace(attending, rows=attending.written[0], masks={}))
         token = _running.set(running)
         try:
@@ -154,7 +142,7 @@ class _Rotary:
         per_layer = getattr(module, "has_per_layer_rope", False)
         self._kind = {"layer_type": module.config.layer_types[0]} if per_layer else {}
 
-    def __call__(self, position_ids: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor] | None:
+    def __call__(self, position_ids: torch.Tensor, dtype: torch.dtype) -> Rotary | None:
         if self._module is None:
             return None
         like = torch.empty(0, device=position_ids.device, dtype=dtype)
