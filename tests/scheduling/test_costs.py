@@ -31,7 +31,7 @@ def test_plain_step_saves_the_drafting():
     load = Load((0, 1), other_tokens=6)
     assert (load.num_requests, load.base_tokens) == (2, 8)
     assert [JAGGED.plain_seconds(each) for each in (Load(), load)] == pytest.approx([0.01 - 0.002, 1 / 90 - 0.002])
-    with pytest.raises(ValueError, match="must be a part of it"):
+    with pytest.raises(ValueError, match="must be a part of the shortest round"):
         ThroughputTable((1, 2), (10.0, 5.0), drafting=0.1)
 
 

@@ -233,9 +233,9 @@ class Truncation:
         doubt = unsure if has_more is None else has_more if unsure is None else has_more | unsure
 
         def settle() -> Scores:
-            """Let transformers decide where more ties, or a flatter distribution, than the candidates have room for; and
-            what top-p removes in the rows where equal scores or rounding do: it sorts the whole vocabulary, and which
-            of equal scores are removed is up to that sort."""
+            """Let transformers decide where more ties, or a flatter distribution, than the candidates have room for;
+            and what top-p removes in the rows where equal scores or rounding do: it sorts the whole vocabulary, and
+            which of equal scores are removed is up to that sort."""
             if has_more is not None and has_more.any():
                 return Scores(_at_once(logits.to(torch.float32, copy=True), self.warpers))
             ids = candidate_ids[unsure]

@@ -410,13 +410,10 @@ def text_config(target: "PreTrainedConfig | PreTrainedModel") -> PreTrainedConfi
     config = getattr(target, "config", target)
     if not isinstance(config, PreTrainedConfig):
         raise TypeError(
-            f"a target or its config is needed, got {shortened(target)}: pass target.config, or "
-            "AutoConfig.from_pretrained(name)"
+            f"a target or its config is needed, got {shortened(target)}: pass one, or AutoConfig.from_pretrained(name)"
         )
     if getattr(config, "is_encoder_decoder", False):
-        raise ValueError(
-            f"the target of a draft must be a decoder-only causal LM, got the encoder-decoder {config.model_type!r}"
-        )
+        raise ValueError(f"a target must be a decoder-only causal LM, got the encoder-decoder {config.model_type!r}")
     return config.get_text_config(decoder=True)
 
 

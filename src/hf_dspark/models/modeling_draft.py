@@ -285,8 +285,7 @@ class DraftModel(PreTrainedModel):
     def _require_target(self) -> Borrowed:
         if self._borrowed is None:
             raise ValueError(
-                "the draft borrows the target's embedding and LM head: call draft.bind(target) first "
-                "(target.generate(..., assistant_model=draft) does it for you)"
+                "the draft borrows the target's embedding and LM head: call draft.bind(target), as generate() does"
             )
         return self._borrowed
 
@@ -389,9 +388,7 @@ _OTHER_FILES = ("gguf_file", "ignore_mismatched_sizes", "key_mapping", "state_di
 def _quantisation(given: Any, checkpoint: Checkpoint) -> BitsAndBytesConfig | None:
     """Return how a draft is to be quantised: as asked for, or as its checkpoint is; the heads stay as they are."""
     if given is not None and checkpoint.quantisation is not None:
-        raise ValueError(
-            f"the checkpoint {checkpoint.name} is quantised already, and loaded so: leave out quantization_config"
-        )
+        raise ValueError(f"the checkpoint {checkpoint.name} is quantised already: leave out quantization_config")
     given = checkpoint.quantisation if given is None else given
     if given is None:
         return None
@@ -432,8 +429,7 @@ def _refuse_other_files(kwargs: dict[str, Any]) -> None:
     """Take out of the arguments of `from_pretrained` those that choose files, and raise a `ValueError` if one does."""
     if kwargs.pop("use_safetensors", True) is False or kwargs.pop("weights_only", True) is False:
         raise ValueError(
-            "drafts are loaded from safetensors only, because pickled weights can run code: leave out "
-            "use_safetensors=False and weights_only=False"
+            "drafts are loaded from safetensors, which run no code: leave out use_safetensors=False, weights_only=False"
         )
     if (kwargs.pop("adapter_kwargs", None) or {}).get("_adapter_model_path") is not None:
         raise ValueError("the checkpoint holds a PEFT adapter, which a draft cannot use: merge it into the weights")

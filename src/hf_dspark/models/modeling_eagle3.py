@@ -45,7 +45,7 @@ class Eagle3Layer(DraftLayer):
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Run slots through the layer: what is known of each position, and the embedded next token, `[B, T, d]` each.
 
-        Returns the output `[B, Q, d]` of those that attend, and keys and values of all slots, `[B, kv_heads, T, size]`.
+        Returns the output `[B, Q, d]` of those that attend, and keys and values of all, `[B, kv_heads, T, size]`.
         `earlier` are keys and values of earlier passes.
         """
         if self.eh_proj is not None:
@@ -229,7 +229,7 @@ class Eagle3DraftModel(DraftModel):
     def _run(
         self, hidden: torch.Tensor, token_ids: torch.Tensor, position_ids: torch.Tensor, passes: Sequence[CachedPass]
     ) -> torch.Tensor:
-        """Run packed slots `[1, T, d]` with their next tokens `[T]` through the layers, each with its own pass. Returns
+        """Run packed slots `[1, T, d]` with their next tokens `[T]` through the layers, each with its own pass; return
         the output of the rows that attend in the last one, `[Q, d]`."""
         embeds = self.embed(token_ids)[None]
         rotary = self.rotary(position_ids, embeds.dtype)

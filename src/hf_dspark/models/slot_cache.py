@@ -240,8 +240,7 @@ class SlotCache(Cache):
     def layout(self) -> SlotLayout:
         if self._layout is None:
             raise ValueError(
-                "a SlotCache is written by hf_dspark's decoding loop only: to go on without a draft, pass "
-                "cache.to_dynamic_cache()"
+                "a SlotCache is written by hf_dspark's decoding loop alone: elsewhere, pass cache.to_dynamic_cache()"
             )
         return self._layout
 
@@ -412,8 +411,7 @@ class SlotCache(Cache):
 
     def crop(self, *_: Any) -> NoReturn:
         raise NotImplementedError(
-            "a SlotCache is not cropped, and its rows are not moved: pass the shorter conversation to generate(), or "
-            "edit cache.to_dynamic_cache()"
+            "a SlotCache is changed by no caller: pass a shorter conversation, or change cache.to_dynamic_cache()"
         )
 
     batch_repeat_interleave = batch_select_indices = reorder_cache = crop

@@ -86,17 +86,13 @@ class CalibrationRounds:
 def check_temperatures(temperatures: Any, block_size: int) -> None:
     """Raise a `ValueError` unless these are γ positive numbers."""
     if not (_are_numbers(temperatures, block_size) and min(temperatures) > 0):
-        raise ValueError(
-            f"temperatures must be {block_size} positive numbers, got {temperatures}: calibrate the draft"
-        )
+        raise ValueError(f"temperatures must be {block_size} positive numbers, got {temperatures}: calibrate again")
 
 
 def check_logit_fits(fits: Any, block_size: int) -> None:
     """Raise a `ValueError` unless these are γ pairs of finite numbers."""
     if not _are_numbers(fits, block_size, 2):
-        raise ValueError(
-            f"confidence fits must be {block_size} pairs of slope and offset, got {fits}: calibrate again"
-        )
+        raise ValueError(f"these must be {block_size} pairs of slope and offset, got {fits}: calibrate again")
 
 
 def check_siblings(entry: Any, block_size: int) -> None:

@@ -95,10 +95,7 @@ class ThroughputTable:
             raise ValueError(f"steps_per_second must be positive numbers, got {bad[0]!r}")
         shortest = 1 / max(rates)
         if not 0.0 <= self.drafting < shortest:
-            raise ValueError(
-                f"drafting takes {self.drafting} s, but the shortest whole round takes {shortest:.3g} s: it must be a "
-                "part of it"
-            )
+            raise ValueError(f"drafting must be a part of the shortest round, {shortest:.3g} s, got {self.drafting} s")
 
     @cached_property
     def name(self) -> str:

@@ -106,9 +106,7 @@ class MTPDraft(Eagle3DraftModel):
 
     def teacher_forced(self, *args: Any) -> NoReturn:
         """Raise a `TypeError`: a module like it can be trained."""
-        raise TypeError(
-            "an MTPDraft is not trained: make Eagle3DraftModel(Eagle3Config.from_target(target.config, mtp=True))"
-        )
+        raise TypeError("an MTPDraft is not trained: use Eagle3DraftModel(Eagle3Config.from_target(target, mtp=True))")
 
 
 class _OwnLayer(nn.Module):
