@@ -429,7 +429,7 @@ def _refuse_other_files(kwargs: dict[str, Any]) -> None:
     """Take out of the arguments of `from_pretrained` those that choose files, and raise a `ValueError` if one does."""
     if kwargs.pop("use_safetensors", True) is False or kwargs.pop("weights_only", True) is False:
         raise ValueError(
-            "drafts are loaded from safetensors, which run no code: leave out use_safetensors=False, weights_only=False"
+            "drafts are loaded from safetensors alone: leave out use_safetensors=False and weights_only=False"
         )
     if (kwargs.pop("adapter_kwargs", None) or {}).get("_adapter_model_path") is not None:
         raise ValueError("the checkpoint holds a PEFT adapter, which a draft cannot use: merge it into the weights")

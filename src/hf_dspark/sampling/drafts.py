@@ -278,11 +278,8 @@ class SiblingDistribution:
             self._removed = sorted([*self._removed, (float(self._cumulative[index]) - size, size)])
 
     def draw(self, uniform: float) -> tuple[int, float] | None:
-        """Draw an entry by a number in [0, 1), and remove it.
-
-        Returns:
-            The entry, and the mass that was left: it was drawn from probs / mass. `None` if too little was left.
-        """
+        """Draw an entry by a number in [0, 1), and remove it. Return it and the mass that was left, by which the
+        probabilities were divided; `None` if too little was left."""
         mass = float(self._cumulative[-1]) - sum(size for _, size in self._removed)
         if not mass > LEAST_MASS:  # nor NaN
             return None

@@ -237,13 +237,9 @@ def verify_tree(
 
     The shape below a child may depend on its siblings: the child is accepted as often whatever is below it.
 
-    Args:
-        tree ([`DraftTree`]): With every node that was drawn.
-        target_distribution ([`TokenDistribution`] of shape `[1 + n, m]`): After each place, processed like the drafts.
-        accept_uniforms (`Sequence[float]`): One for each node, in [0, 1), independent of the draws.
-
-    Returns:
-        The accepted places, and the distribution of the token after them, `[m]`.
+    The tree has every node that was drawn. The target's distributions `[1 + n, m]` are those after each place,
+    processed like the drafts. Uniforms, one for each node, are independent of the draws. Returns the accepted places,
+    and the distribution of the token after them, `[m]`.
     """
     device = target_distribution.probs.device
     levels = {id(level): level.to(device) for level, _ in tree.distributions.values()}

@@ -24,28 +24,20 @@ USUAL_DRAWN = ((1.0, 0.0), (0.7, -1.0), (0.7, -1.5), (0.2, -1.6))
 
 @dataclass(frozen=True)
 class SiblingAcceptance:
-    """The probability that a child is the one that is accepted, from what is known before it is drawn.
+    """The probability that a child is the one that is accepted, from what is known before it is drawn."""
 
-    Args:
-        is_drawn (`bool`): Whether drafts are drawn. Else they are the draft's best tokens.
-        fits (`Sequence`): Slope and offset of a logit. For best tokens one pair, on the draft's own probability of
-            the child. For drawn ones a pair for each rank, on c_k of the parent: the probability that the child is
-            accepted after those before it were rejected.
-        means (`Sequence`): Mean probability that the child of each rank is accepted where the parent was, by depth,
-            `[γ, ranks]`.
-        best (`Sequence[float]`): How often the best node of a tree was accepted, the second best, and so on. Trees
-            follow what is known in each round, so they commit more than the mean tree. Empty where it was not counted.
-        chain (`Sequence[float]`): How often the first token of a chain was accepted, the first two, and so on: drawn
-            ones are verified as a whole, and easy stretches come together. Empty where it was not counted.
-        is_measured (`bool`): Whether calibration has found this for the draft.
-    """
-
-    is_drawn: bool
+    is_drawn: bool  # else drafts are the draft's best tokens
+    # Slope and offset of a logit. For best tokens one pair, on the draft's own probability of the child. For drawn
+    # ones a pair for each rank, on c_k of the parent: of being accepted after those before it were rejected.
     fits: Sequence[tuple[float, float]]
-    means: Sequence[Sequence[float]]
+    means: Sequence[Sequence[float]]  # of being accepted where the parent was, by depth and rank, [γ, ranks]
+    # How often the best node of a tree was accepted, the second best, and so on, if it was counted. Trees follow what
+    # is known in each round, so they commit more than the mean tree.
     best: Sequence[float] = ()
+    # How often the first token of a chain was accepted, the first two, and so on, if it was counted: drawn ones are
+    # verified as a whole, and easy stretches come together.
     chain: Sequence[float] = ()
-    is_measured: bool = True
+    is_measured: bool = True  # whether calibration has found this for the draft
 
     @functools.cached_property
     def _fits(self) -> tuple[np.ndarray, np.ndarray]:
@@ -101,36 +93,20 @@ def _descendants(means: tuple[tuple[float, ...], ...], depth: int, most: int) ->
 
 @dataclass
 class TreePlan:
-    """The plan of one round's trees, asked level by level: every node that survives often enough to pay for its place.
+    """One round's trees, planned level by level: every node that survives often enough to pay for its place."""
 
-    Args:
-        cut (`float`): The survival that a node must have, as far as is known.
-        num_nodes (`int`): Nodes of each request at most.
-        in_all (`int`): Nodes of all requests at most.
-        base_tokens (`int`): Tokens of a round without drafts.
-        seconds (`np.ndarray` of shape `[in_all + 1]`, *optional*): Of rounds that verify 0, 1, ... nodes: then the
-            best number of the grown nodes is sent.
-        drafts (`bool`): Whether the draft runs, and not only what prompt lookup found is sent.
-        gain (`float`): Expected throughput over that of the best chain.
-    """
-
-    cut: float
-    num_nodes: int
-    in_all: int
-    base_tokens: int = 0
+    cut: float  # the survival that a node must have, as far as is known
+    num_nodes: int  # of each request at most
+    in_all: int  # nodes of all requests at most
+    base_tokens: int = 0  # of a round without drafts
+    # Of rounds that verify 0, 1, ... nodes, [in_all + 1]: then the best number of the grown nodes is sent.
     seconds: np.ndarray | None = None
-    drafts: bool = True
-    gain: float = 1.0
+    drafts: bool = True  # whether the draft runs, and not only what prompt lookup found is sent
+    gain: float = 1.0  # expected throughput over that of the best chain
 
     def admit(self, depth: int, rows: Sequence[int], survivals: np.ndarray, trees: Sequence[DraftTree]) -> np.ndarray:
-        """Return how many children each node of a level gets, `[F]`.
-
-        Args:
-            depth (`int`): Of the nodes, 0 for anchors.
-            rows (`Sequence[int]`): The request of each node, `[F]`.
-            survivals (`np.ndarray` of shape `[F, ranks]`): Predicted for the children, falling with the rank.
-            trees (`Sequence[DraftTree]`): Of each request, so far.
-        """
+        """Return how many children each node of a level gets, `[F]`. Anchors are at depth 0; `rows` `[F]` tell whose
+        trees the nodes are in. The survivals `[F, ranks]` that are predicted for the children fall with the rank."""
         grown = np.array([tree.num_nodes for tree in trees])
         reached = _best(survivals, survivals >= self.cut, self.num_nodes - grown, np.asarray(rows))
         return _best(survivals, reached, np.array([self.in_all - grown.sum()])).sum(axis=1)

@@ -112,14 +112,8 @@ class _Products:
 
 
 class Mixer:
-    """Runs one recurrent layer in packed passes, while it is attached.
-
-    Args:
-        name (`str`): Of the layer within its target.
-        module (`nn.Module`): The layer. It reads and writes its states through the cache that it is given.
-        keeps_window (`bool`): Whether it is a convolution alone, whose state is what it saw last.
-        takes_chunk_size (`bool`): Whether its `forward` takes the size of the chunks in which it reads tokens.
-    """
+    """Runs one recurrent layer in packed passes, while it is attached: it reads and writes its states through the
+    cache that it is given. One that `keeps_window` is a convolution alone, whose state is what it saw last."""
 
     def __init__(
         self, name: str, module: nn.Module, keeps_window: bool = False, takes_chunk_size: bool = False

@@ -16,13 +16,8 @@ from .patched_forward import Replacement, part_of, restore, successive
 
 
 class RowAttention:
-    """Runs one attention layer row by row in packed passes, while it is attached.
-
-    Args:
-        name (`str`): Of the layer within its target.
-        module (`nn.Module`): The layer. It has a `layer_idx`.
-        config (`PreTrainedConfig`): Of the target's text model; it says what kind of cache the layer needs.
-    """
+    """Runs one attention layer row by row in packed passes, while it is attached. The config, of its target's text
+    model, says what kind of cache it needs."""
 
     def __init__(self, name: str, module: nn.Module, config: PreTrainedConfig) -> None:
         self._name, self.module, self._config = name, module, config

@@ -148,13 +148,8 @@ AttentionMaskInterface.register(NAME, slot_mask)
 
 class PackedTarget:
     """A target that runs packed passes. Each pass switches it to slots and restores it: between two passes, and after
-    an exception or interrupt in one, it is as it was. Other threads that decode with it wait.
-
-    Args:
-        support ([`TargetSupport`]): Of the causal LM.
-        capture ([`FeatureCapture`], *optional*): Is attached to the target during each pass.
-        compiled ([`CompiledTarget`], *optional*): Runs the passes that it takes.
-    """
+    an exception or interrupt in one, it is as it was. Other threads that decode with it wait. A capture is attached
+    during each pass."""
 
     def __init__(
         self,
