@@ -212,19 +212,18 @@ def prompt_obstacles(call: Call, obstacle: str | None) -> list[str]:
             "tokens without past_key_values, or drop assistant_model"
         ] = (call.cached or longest) <= switch < at_end - 1
     if obstacle is None:
-        return _own_loop_obstacles(call) + _present(reasons)
+        return _present(_own_loop_obstacles(call) | reasons)
     if support.state_obstacle is not None:  # which is named anyway
         return _present(reasons)
     elsewhere = _transformers_loop_obstacles(call, obstacle)
     if support.is_stateful or num_rows > 1:
-        elsewhere = [
+        elsewhere = {
             f"{support.name} keeps a recurrent state, which only hf_dspark's own loop can bring back. It is not "
-            f"possible here: {obstacle}"
-            if support.is_stateful
-            else f"these {num_rows} sequences cannot be decoded together: {obstacle}. Call generate() per prompt, or "
-            "drop assistant_model"
-        ]
-    return elsewhere + _present(reasons)
+            f"possible here: {obstacle}": support.is_stateful,
+            f"these {num_rows} sequences cannot be decoded together: {obstacle}. Call generate() per prompt, or drop "
+            "assistant_model": not support.is_stateful,
+        }
+    return _present(elsewhere | reasons)
 
 
 def mask_obstacles(call: Call) -> list[str]:
@@ -252,7 +251,7 @@ def mask_obstacles(call: Call) -> list[str]:
     )
 
 
-def _own_loop_obstacles(call: Call) -> list[str]:
+def _own_loop_obstacles(call: Call) -> dict[str, Any]:
     """A cache that cannot be continued, and what a target makes of masked columns between tokens: packed rows have
     none."""
     support, cache, num_rows = call.support, call.cache, len(call.input_ids)
@@ -268,26 +267,24 @@ def _own_loop_obstacles(call: Call) -> list[str]:
     windows = [getattr(support.text, kind, None) for kind in ("sliding_window", "attention_chunk_size")]
     window = min((window for window in windows if window), default=end)
     what = "recurrent layers read" if support.keeps_states else f"windows of {window} tokens count"
-    return _present(
-        {
-            f"the draft needs a dynamic cache, got {name}: pass a DynamicCache or none": is_static,
-            f"the recurrent states of a {name} from elsewhere cannot be continued with a draft: pass no cache, or "
-            "what an earlier call with the draft returned": is_foreign and support.keeps_states,
-            f"the draft cannot continue a {name} of {' and '.join(sorted(layers))} (quantised, offloaded, of another "
-            "kind): pass a plain DynamicCache, or what an earlier call with the draft returned": not is_plain
-            or writes_itself,
-            f"past_key_values holds {held} columns, the prompts have {call.width}: pass the whole conversation with "
-            "something new after it": held and not bool(ones[:, held:].any(dim=1).all()),
-            f"a streamer takes one sequence, got {num_rows} rows: stream one prompt at a time": num_rows > 1
-            and call.streamer is not None,
-            f"attention_mask has zeros between ones in rows {holes}, which the {what} in plain decoding of "
-            f"{support.name}: take them out of the rows and pad on the left, or drop assistant_model": holes
-            and (support.keeps_states or window < end),
-        }
-    )
+    return {
+        f"the draft needs a dynamic cache, got {name}: pass a DynamicCache or none": is_static,
+        f"the recurrent states of a {name} from elsewhere cannot be continued with a draft: pass no cache, or "
+        "what an earlier call with the draft returned": is_foreign and support.keeps_states,
+        f"the draft cannot continue a {name} of {' and '.join(sorted(layers))} (quantised, offloaded, of another "
+        "kind): pass a plain DynamicCache, or what an earlier call with the draft returned": not is_plain
+        or writes_itself,
+        f"past_key_values holds {held} columns, the prompts have {call.width}: pass the whole conversation with "
+        "something new after it": held and not bool(ones[:, held:].any(dim=1).all()),
+        f"a streamer takes one sequence, got {num_rows} rows: stream one prompt at a time": num_rows > 1
+        and call.streamer is not None,
+        f"attention_mask has zeros between ones in rows {holes}, which the {what} in plain decoding of "
+        f"{support.name}: take them out of the rows and pad on the left, or drop assistant_model": holes
+        and (support.keeps_states or window < end),
+    }
 
 
-def _transformers_loop_obstacles(call: Call, obstacle: str) -> list[str]:
+def _transformers_loop_obstacles(call: Call, obstacle: str) -> dict[str, Any]:
     embeds, version, cached = call.embeds, transformers.__version__, call.cached
     is_padded = call.mask is not None and not bool(call.mask.all())
     types = " and ".join(sorted(name for name in TYPE_ARGUMENTS if call.model_kwargs.get(name) is not None))
@@ -295,29 +292,27 @@ def _transformers_loop_obstacles(call: Call, obstacle: str) -> list[str]:
     is_unfit, name = isinstance(call.cache, SlotCache | StaticCache), type(call.cache).__name__
     others = (type(each).__name__ for each in call.stopping_criteria if type(each) not in KNOWN_CRITERIA)
     asked = " and ".join(OPTIONS_OF.get(name, name) for name in others)
-    return _present(
-        {
-            "the target's embedding is offloaded, and transformers' assisted loop looks there for the device of its "
-            "token ids: keep the embedding on a real device in device_map; other layers may be "
-            "offloaded": call.support.target.device.type == "meta",
-            f"inputs_embeds are decoded wrongly by the assisted loop of transformers {version}: pass input_ids, or "
-            f"install transformers>={INPUTS_EMBEDS_SINCE} ({obstacle})": embeds is not None
-            and not is_since(INPUTS_EMBEDS_SINCE),
-            "left-padded inputs_embeds are decoded wrongly by transformers' assisted loop: pass the rows without "
-            f"padding, or input_ids ({obstacle})": embeds is not None and is_padded,
-            f"inputs_embeds beside {types} fail in transformers' assisted loop: pass input_ids, or drop "
-            f"assistant_model ({obstacle})": embeds is not None and types,
-            f"attn_implementation={attends!r} gives no attention weights, which transformers' assisted loop needs: "
-            "load the target with attn_implementation='eager', or drop output_attentions": weights
-            and attends != "eager",
-            f"the draft needs a dynamic cache here, got {name}: pass a DynamicCache or none ({obstacle})": is_unfit,
-            f"past_key_values already holds {cached} tokens, and transformers' assisted loop would feed the whole "
-            "prompt again on top of them: pass the whole conversation as input_ids without past_key_values, or drop "
-            f"assistant_model ({obstacle})": cached and not is_unfit,
-            f"transformers' assisted loop asks {asked} once per block, and would return tokens beyond the stop "
-            f"({obstacle}): use eos_token_id, max_new_tokens or max_time, or drop assistant_model": asked,
-        }
-    )
+    return {
+        "the target's embedding is offloaded, and transformers' assisted loop looks there for the device of its "
+        "token ids: keep the embedding on a real device in device_map; other layers may be "
+        "offloaded": call.support.target.device.type == "meta",
+        f"inputs_embeds are decoded wrongly by the assisted loop of transformers {version}: pass input_ids, or "
+        f"install transformers>={INPUTS_EMBEDS_SINCE} ({obstacle})": embeds is not None
+        and not is_since(INPUTS_EMBEDS_SINCE),
+        "left-padded inputs_embeds are decoded wrongly by transformers' assisted loop: pass the rows without "
+        f"padding, or input_ids ({obstacle})": embeds is not None and is_padded,
+        f"inputs_embeds beside {types} fail in transformers' assisted loop: pass input_ids, or drop "
+        f"assistant_model ({obstacle})": embeds is not None and types,
+        f"attn_implementation={attends!r} gives no attention weights, which transformers' assisted loop needs: "
+        "load the target with attn_implementation='eager', or drop output_attentions": weights
+        and attends != "eager",
+        f"the draft needs a dynamic cache here, got {name}: pass a DynamicCache or none ({obstacle})": is_unfit,
+        f"past_key_values already holds {cached} tokens, and transformers' assisted loop would feed the whole "
+        "prompt again on top of them: pass the whole conversation as input_ids without past_key_values, or drop "
+        f"assistant_model ({obstacle})": cached and not is_unfit,
+        f"transformers' assisted loop asks {asked} once per block, and would return tokens beyond the stop "
+        f"({obstacle}): use eos_token_id, max_new_tokens or max_time, or drop assistant_model": asked,
+    }
 
 
 # ---- logits processors

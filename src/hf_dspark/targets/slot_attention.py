@@ -131,12 +131,10 @@ def slot_mask(
         if starts_empty or (layout.num_rows == 1 and layout.width <= FOLDED_WIDTH):
             return None
     zero = torch.zeros((), dtype=torch.long, device=device)  # only padding would tell rows apart, and there is none
-    if layout.parents is not None:
-        positions = layout.row_positions(torch.device(device))
-        key_positions, visible = layout.slots_of_trees(torch.device(device))
-        asked = mask_function(zero, zero, positions[:, None, :, None], key_positions[:, None, None])
-        return asked & visible[:, None]
     positions = layout.row_positions(torch.device(device))[:, None, :, None]
+    if layout.parents is not None:
+        key_positions, visible = layout.slots_of_trees(torch.device(device))
+        return mask_function(zero, zero, positions, key_positions[:, None, None]) & visible[:, None]
     positions = positions.clamp(max=layout.end - 1)  # columns without a token: some masks look their positions up
     slots = torch.arange(layout.end, device=device)[None, None, None]
     return mask_function(zero, zero, positions, slots).expand(layout.num_rows, 1, layout.width, layout.end)
