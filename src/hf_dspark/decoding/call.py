@@ -62,12 +62,10 @@ def decode_call(
     first = min(int(columns[0]) for columns in fed) if any(prompt.cached for prompt in prompts) else 0
     fed, width = [columns - first for columns in fed], prompts[0].width - first
     steps = loop.recording.by_step(requests, fed, width, continuation.shape[1])
-    recorded = {output_cache_name(): kept, **steps}
-    return GenerateDecoderOnlyOutput(sequences=sequences, **recorded)
+    return GenerateDecoderOnlyOutput(sequences=sequences, **{output_cache_name(): kept}, **steps)
 
 
 def make_request(call: Call, row: int, request_id: int, prompt: PromptRow) -> Request:
-    processors = processors_of_row(call.logits_processor, call.input_ids, row, prompt.token_ids[None])
     columns = call.input_ids[row : row + 1] if prompt.padding else None
     alone = len(call.input_ids) == 1
     criteria = [each for each in call.stopping_criteria if alone or call.leaves_to_rows(each)]
@@ -75,7 +73,7 @@ def make_request(call: Call, row: int, request_id: int, prompt: PromptRow) -> Re
         id=request_id,
         token_ids=prompt.token_ids,
         max_length=call.max_length - prompt.padding,
-        processors=processors,
+        processors=processors_of_row(call.logits_processor, call.input_ids, row, prompt.token_ids[None]),
         stop_rule=StopRule(StoppingCriteriaList(criteria), columns, len(prompt.token_ids)),
         hidden_prompt=prompt.hidden,
         earlier_ids=prompt.earlier_ids,

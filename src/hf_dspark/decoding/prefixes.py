@@ -45,9 +45,8 @@ class PrefixMemory:
             raise ValueError(f"max_bytes must be 0 or more, got {max_bytes}")
         self.max_bytes = max_bytes
         self.num_reused = 0  # tokens that were not computed again
-        self._rows: list[
-            tuple[weakref.ref[TargetSupport], SlotCache]
-        ] = []  # one sequence each; the latest used stands last
+        # One sequence each; the latest used stands last.
+        self._rows: list[tuple[weakref.ref[TargetSupport], SlotCache]] = []
 
     @property
     def num_bytes(self) -> int:
@@ -84,11 +83,9 @@ class PrefixMemory:
         while self.num_bytes > self.max_bytes:
             self._rows.pop(0)
 
-    def restore(
-        self, loop: DecodingLoop, requests: Sequence[Request], chunk_size: int | None = None
-    ) -> list[torch.Tensor]:
+    def restore(self, loop: DecodingLoop, requests: Sequence[Request], chunk_size: int | None) -> list[torch.Tensor]:
         """Fill the rows after those in use with what is known of new requests; return the rest of their prompts."""
-        parts, branches = [], []
+        parts = []
         for row, request in enumerate(requests, start=len(loop.requests)):
             loop.cache.clear(row)
             loop.drafter.cache.clear(row)
@@ -103,14 +100,13 @@ class PrefixMemory:
                 restore_context(loop.cache, loop.drafter.cache, row, request, waiting)
                 self.num_reused += length
             parts.append(request.token_ids[length:branch])
-            branches.append(branch)
+        first = len(loop.requests)
         if any(map(len, parts)):
             loop.read(requests, parts, chunk_size)
-            for row, (request, part) in enumerate(zip(requests, parts, strict=True), start=len(loop.requests)):
-                if len(part):
-                    loop.drafter.make_room(row, request, loop.cache.lengths[row])
-                    self.keep(loop, row, request)
-        first = len(loop.requests)
+        for row, (request, part) in enumerate(zip(requests, parts, strict=True), start=first):
+            if len(part):
+                loop.drafter.make_room(row, request, loop.cache.lengths[row])
+                self.keep(loop, row, request)
         lengths = loop.cache.lengths[first : first + len(requests)]
         return [request.token_ids[length:] for request, length in zip(requests, lengths, strict=True)]
 

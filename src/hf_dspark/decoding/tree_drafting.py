@@ -116,9 +116,8 @@ class TreeSampler(ABC):
         for number, token, *facts, mass in self._children(scores, confidence_logits):
             row, place = self._level[number]
             added = self.trees[row].add(place, token, *facts, mass=mass)
-            if self.processor.reads_prefixes and (
-                (row, place) in self._unreachable or _is_forbidden(scores, number, token)
-            ):
+            may_forbid = self.processor.reads_prefixes
+            if (row, place) in self._unreachable or (may_forbid and _is_forbidden(scores, number, token)):
                 self._unreachable.add((row, added))
             following = self._matched.get((row, place))
             if following and following[0][0] == token:

@@ -15,9 +15,7 @@ from .modeling_draft import DraftModel
 from .modeling_dspark import DSparkDraftModel
 from .modeling_eagle3 import Eagle3DraftModel
 
-DRAFTS: dict[str, type[DraftModel]] = {
-    kind.config_class.model_type: kind for kind in (DSparkDraftModel, Eagle3DraftModel)
-}
+DRAFTS = {kind.config_class.model_type: kind for kind in (DSparkDraftModel, Eagle3DraftModel)}
 
 
 def load_draft(name_or_path: str | os.PathLike, **kwargs: Any) -> DraftModel:

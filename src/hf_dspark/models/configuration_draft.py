@@ -428,11 +428,10 @@ def default_target_layer_ids(num_target_layers: int, count: int = 5) -> list[int
 
 def target_scales(text: PreTrainedConfig) -> dict[str, float | None]:
     """Return what a target does to the rows of its embedding and to the output of its LM head, as our fields."""
-    cap = getattr(text, "final_logit_softcapping", None)
     return {
         "embedding_scale": embedding_scale(text),
         "logit_scale": _logit_scale(text),
-        "final_logit_softcapping": cap,
+        "final_logit_softcapping": getattr(text, "final_logit_softcapping", None),
     }
 
 

@@ -62,9 +62,7 @@ class FixedSlots(Cache):
         cache.grow(end + 1, round_up(max(longest, cache.limit or 0)) + SLOT_MULTIPLE)
         if self.keeps_memory:
             self._keep(cache)
-        self.stores = {
-            name: store if len(store) == num_rows else store[:num_rows] for name, store in cache.stores.items()
-        }
+        self.stores = {name: each if len(each) == num_rows else each[:num_rows] for name, each in cache.stores.items()}
         parts = numbers(min(store.shape[2] for store in self.stores.values()) - 1)
         flat = torch.from_numpy(np.concatenate([part.ravel() for part in parts.values()]))
         split = to_device(flat, self.device).split([part.size for part in parts.values()])

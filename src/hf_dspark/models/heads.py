@@ -125,9 +125,8 @@ class DominoHead(VanillaMarkovHead):
         return F.silu(self.joint_proj(torch.cat([hidden, state], dim=-1))), state
 
 
-MARKOV_HEADS = dict(
-    zip(MARKOV_HEAD_TYPES, (VanillaMarkovHead, GatedMarkovHead, RNNHead, SelectorHead, DominoHead), strict=True)
-)
+_KINDS = VanillaMarkovHead, GatedMarkovHead, RNNHead, SelectorHead, DominoHead
+MARKOV_HEADS = dict(zip(MARKOV_HEAD_TYPES, _KINDS, strict=True))
 
 
 class Successors:

@@ -290,9 +290,8 @@ class DSparkDraftModel(DraftModel):
             inputs.append(F.pad(transitions[..., start:, :], (0, 0, start, 0)))  # zeros have no bias
             parameters += self.markov_head.markov_w2.parameters()
             embedding = self.predicting(embedding)
-        logits = SlotLogits(
-            self._slot_logits, tuple(inputs), self.config.vocab_size, tuple(parameters), self.draft_token_ids()
-        )
+        ids = self.draft_token_ids()
+        logits = SlotLogits(self._slot_logits, tuple(inputs), self.config.vocab_size, tuple(parameters), ids)
         return logits, None if self.confidence_head is None else self.confidence_head(read, embedding)  # Eq. 7
 
     def _slot_logits(self, hidden: torch.Tensor, *transitions: torch.Tensor) -> torch.Tensor:

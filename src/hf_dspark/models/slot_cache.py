@@ -314,12 +314,10 @@ class SlotCache(Cache):
 
     def copy_of_row(self, row: int) -> "SlotCache":
         """Return a cache of one row, with its committed slots alone."""
-        one = SlotCache()
+        one, length = SlotCache(), self._lengths[row]
         with torch.inference_mode(False):
-            one.stores = {
-                name: store[row : row + 1, :, : self._lengths[row]].clone() for name, store in self.stores.items()
-            }
-        one._lengths, one.offsets = [self._lengths[row]], [self.offsets[row]]
+            one.stores = {name: store[row : row + 1, :, :length].clone() for name, store in self.stores.items()}
+        one._lengths, one.offsets = [length], [self.offsets[row]]
         one.row_states = [{name: replace(state) for name, state in self.row_states[row].items()}]
         return one
 

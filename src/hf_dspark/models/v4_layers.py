@@ -42,9 +42,8 @@ def v4_module(kind: str, config: "DSparkConfig", *layer_idx: int) -> nn.Module:
 
     names = ["hidden_size", "hidden_act", "rms_norm_eps", "mlp_bias"]
     names += ["num_experts_per_tok", "moe_intermediate_size"] if config.num_experts else []
-    names += (
-        ["num_attention_heads", "head_dim", "q_lora_rank", "o_lora_rank", "o_groups"] if config.q_lora_rank else []
-    )
+    of_attention = ["num_attention_heads", "head_dim", "q_lora_rank", "o_lora_rank", "o_groups"]
+    names += of_attention if config.q_lora_rank else []
     facts = {name: getattr(config, name) for name in names} | {"n_routed_experts": config.num_experts}
     kinds = {"mlp_layer_types": ["moe"], "layer_types": ["sliding_attention"]}
     found = DeepseekV4Config(num_hidden_layers=1, hc_mult=config.hc_mult, **kinds, **facts)

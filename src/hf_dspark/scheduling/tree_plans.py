@@ -147,9 +147,8 @@ class BudgetPlan(TreePlan):
             cut = np.partition(pool, len(pool) - left)[len(pool) - left] if left < len(pool) else 0.0
             if not self._siblings.is_drawn:  # a better node may take the place of one that was grown
                 cut *= BELOW_EXPECTATION
-            counts[rows == row] = _best(children, children >= max(cut, LEAST_PROBABILITY), np.array([left])).sum(
-                axis=1
-            )
+            taken = _best(children, children >= max(cut, LEAST_PROBABILITY), np.array([left]))
+            counts[rows == row] = taken.sum(axis=1)
             self.cut = min(self.cut, cut)
         return counts
 

@@ -236,10 +236,8 @@ class Mixer:
         if kind not in _forgetful:
             self._products.begin({})
             others = [row | {name: row[name] + 1 for name in recurrent} for row in states]
-            (_, after), (_, after_others) = (self._call(inputs, each, count) for each in (states, others))
-            _forgetful[kind] = all(
-                torch.equal(after[0].states[name], after_others[0].states[name]) for name in recurrent
-            )
+            (_, after), (_, other) = (self._call(inputs, each, count) for each in (states, others))
+            _forgetful[kind] = all(torch.equal(after[0].states[name], other[0].states[name]) for name in recurrent)
         return _forgetful[kind]
 
 

@@ -46,9 +46,8 @@ def output_cache_name() -> str:
 def cache_argument(target: PreTrainedModel) -> str:
     """Return the name under which the `forward` of a target takes its cache."""
     parameters = inspect.signature(target.forward).parameters
-    if parameters.keys().isdisjoint(CACHE_ARGUMENTS) and any(
-        each.kind is each.VAR_KEYWORD for each in parameters.values()
-    ):
+    takes_any = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
+    if takes_any and parameters.keys().isdisjoint(CACHE_ARGUMENTS):
         return output_cache_name()  # a wrapper passes on what transformers' models take
     return _first_of(CACHE_ARGUMENTS, parameters, f"{type(target).__name__}.forward")
 
