@@ -74,8 +74,8 @@ def enumerate_rounds(
         prompt_lookup=prompt_lookup or answers is not None,
         answers=answers,
     )
-    extra = {"attention_mask": batch["attention_mask"], "logits_to_keep": 1}
-    call = Call(batch["input_ids"], processors, criteria, config, extra, policy, options=options)
+    extra, mask = {"logits_to_keep": 1}, batch["attention_mask"]
+    call = Call(batch["input_ids"], processors, criteria, config, extra, policy, options=options, mask=mask)
     honest_invert = distributions.invert
 
     def invert(probs, uniform):

@@ -27,6 +27,7 @@ KNOWN_CRITERIA = (MaxLengthCriteria, MaxTimeCriteria, EosTokenCriteria)
 # Which tokens of a prompt are images, or of which kind they are.
 TYPE_ARGUMENTS = ("token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids")
 SHARED = (torch.nn.Module, PreTrainedTokenizerBase)
+FIELDS = {"mask": "attention_mask", "embeds": "inputs_embeds", "streamer": "streamer"}  # arguments that a `Call` names
 
 
 @dataclass(frozen=True)
@@ -37,11 +38,15 @@ class Call:
     logits_processor: LogitsProcessorList  # stateless, or reversible
     stopping_criteria: StoppingCriteriaList
     generation_config: GenerationConfig
-    model_kwargs: dict[str, Any]  # attention mask, cache, embeddings, streamer
+    model_kwargs: dict[str, Any]  # other arguments of the target's `forward`
     policy: Policy
     max_drafts: int | None = None  # draft tokens per round at most, besides γ
     options: DecodingOptions = field(default_factory=DecodingOptions)  # their policy has been resolved to `policy`
     support: TargetSupport | None = None  # of its target, once it was checked
+    mask: torch.Tensor | None = None
+    embeds: torch.Tensor | None = None
+    cache: Cache | None = None  # the user's own, or what an earlier call returned
+    streamer: BaseStreamer | None = None
 
     @classmethod
     def of(cls, input_ids: torch.Tensor, prepared: dict[str, Any], **others: Any) -> "Call":
@@ -50,27 +55,12 @@ class Call:
         processors = (reversible(each, len(input_ids)) for each in prepared["logits_processor"])
         prepared = prepared | {"logits_processor": LogitsProcessorList(processors)}
         model_kwargs = {name: each for name, each in prepared.items() if name not in (*names, "assistant_model")}
+        others |= {field: model_kwargs.pop(name, None) for field, name in FIELDS.items()}
         cache = pop_cache(model_kwargs)
-        if is_users(cache) or isinstance(cache, SlotCache):
-            model_kwargs["past_key_values"] = cache  # any other one is new
+        if is_users(cache) or isinstance(cache, SlotCache):  # any other one is new
+            others["cache"] = cache
         # Plain decoding puts tokens after the prompts, and makes all of them int64.
         return cls(input_ids.long(), *(prepared[name] for name in names), model_kwargs, **others)
-
-    @property
-    def streamer(self) -> BaseStreamer | None:
-        return self.model_kwargs.get("streamer")
-
-    @property
-    def embeds(self) -> torch.Tensor | None:
-        return self.model_kwargs.get("inputs_embeds")
-
-    @property
-    def mask(self) -> torch.Tensor | None:
-        return self.model_kwargs.get("attention_mask")
-
-    @property
-    def cache(self) -> Cache | None:
-        return self.model_kwargs.get("past_key_values")
 
     @property
     def cached(self) -> int:
