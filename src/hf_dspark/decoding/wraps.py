@@ -59,9 +59,7 @@ def generate(original: Callable, target: PreTrainedModel, /, *args: Any, **kwarg
     draft = arguments.get("assistant_model") if attached is None else attached.draft
     if arguments.get("custom_generate") is not None:
         return original(target, *args, **kwargs)
-    if draft is None:
-        return original(target, *args, **_without_slots(target, arguments, kwargs))
-    if not hasattr(draft, "config"):  # a name, a container, a class, or what is left of a draft
+    if draft is not None and not hasattr(draft, "config"):  # a name, a container, a class, or what is left of a draft
         require_draft(draft)
     if not is_draft(draft):
         refuse_misread(draft)
