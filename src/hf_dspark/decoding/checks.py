@@ -180,26 +180,23 @@ def prompt_obstacles(call: Call, obstacle: str | None) -> list[str]:
     """Return why prompts cannot be decoded as they are; an obstacle leaves them to transformers' own loop."""
     support, input_ids, mask, num_rows = call.support, call.input_ids, call.mask, len(call.input_ids)
     lengths = input_ids.new_full((num_rows,), call.columns) if mask is None else (mask != 0).sum(dim=-1)
+    ends_in_tokens = mask is None or bool(mask[:, -1:].all())
     rows = (lengths == 0).nonzero()[:, 0].tolist() if call.columns else []
     in_rows = f" in rows {rows}" if rows else ""
     ids = input_ids if call.embeds is None and call.columns else input_ids.new_zeros(1)
     lowest, highest = int(ids.min()), int(ids.max())
     size = getattr(support.embedding, "num_embeddings", support.text.vocab_size)  # adapters do not tell it
-    context, longest = support.num_positions, int(lengths.max())
-    reasons = {
-        f"the prompt is empty{in_rows}: pass at least one token": rows or call.columns == 0,
-        "the prompt is padded on the right: set tokenizer.padding_side = 'left'": not rows
-        and mask is not None
-        and not bool(mask[:, -1:].all()),
-        f"the prompt has token ids from {lowest} to {highest}, the target knows 0 to {size - 1}: use the target's "
-        "tokenizer": not 0 <= lowest <= highest < size,
-        f"a prompt of {longest} tokens does not fit the target's context of {context}: shorten it": longest
-        > (context or longest),
-    }
+    longest = int(lengths.max())
+    context = support.num_positions or longest
     at_end = longest + call.max_length - input_ids.shape[1]
     window = support.cache_window or at_end
     padded = [] if mask is None else (mask == 0).any(dim=1).nonzero()[:, 0].tolist()
-    reasons |= {
+    reasons = {
+        f"the prompt is empty{in_rows}: pass at least one token": rows or call.columns == 0,
+        "the prompt is padded on the right: set tokenizer.padding_side = 'left'": not (rows or ends_in_tokens),
+        f"the prompt has token ids from {lowest} to {highest}, the target knows 0 to {size - 1}: use the target's "
+        "tokenizer": not 0 <= lowest <= highest < size,
+        f"a prompt of {longest} tokens does not fit the target's context of {context}: shorten it": longest > context,
         f"the recurrent layers of {support.name} read the padding of rows {padded} in plain decoding: use prompts "
         "of one length without padding, generate_many(), or drop assistant_model": support.reads_padding and padded,
         f"plain decoding of {support.name} forgets tokens of a prompt that its window of {window} has left, which its "
@@ -233,6 +230,7 @@ def mask_obstacles(call: Call) -> list[str]:
     times = math.gcd(rows, num_rows, call.generation_config.num_return_sequences or 1)  # that both were repeated
     shapes = f"{rows // times} rows of {width} columns, the prompts have {num_rows // times} of {columns}"
     types = tuple(getattr(call.model_kwargs.get("token_type_ids"), "shape", ()))
+    has_others = mask is not None and bool(((mask != 0) & (mask != 1)).any())
     return _present(
         {
             "there are no prompts: pass at least one": num_rows == 0,
@@ -244,9 +242,7 @@ def mask_obstacles(call: Call) -> list[str]:
             f"inputs_embeds of {columns} columns beside an attention_mask of {width}: embeddings that continue "
             "past_key_values are those of the whole conversation, as in plain generate()": call.embeds is not None
             and width > columns,
-            "attention_mask has other numbers than 0 and 1: pass input_ids != pad_token_id, for example": mask
-            is not None
-            and bool(((mask != 0) & (mask != 1)).any()),
+            "attention_mask has other numbers than 0 and 1: pass input_ids != pad_token_id, for example": has_others,
         }
     )
 
@@ -304,8 +300,7 @@ def _transformers_loop_obstacles(call: Call, obstacle: str) -> dict[str, Any]:
         f"inputs_embeds beside {types} fail in transformers' assisted loop: pass input_ids, or drop "
         f"assistant_model ({obstacle})": embeds is not None and types,
         f"attn_implementation={attends!r} gives no attention weights, which transformers' assisted loop needs: "
-        "load the target with attn_implementation='eager', or drop output_attentions": weights
-        and attends != "eager",
+        "load the target with attn_implementation='eager', or drop output_attentions": weights and attends != "eager",
         f"the draft needs a dynamic cache here, got {name}: pass a DynamicCache or none ({obstacle})": is_unfit,
         f"past_key_values already holds {cached} tokens, and transformers' assisted loop would feed the whole "
         "prompt again on top of them: pass the whole conversation as input_ids without past_key_values, or drop "
