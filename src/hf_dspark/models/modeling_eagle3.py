@@ -184,7 +184,8 @@ class Eagle3DraftModel(DraftModel):
         firsts = cache.first_seen([slot + 1 for slot in last_slots])
         whole = CachedPass(cache, (layout,), layout, is_causal=True, firsts=firsts)
         rows = SlotLayout(last_slots, (width,) * layout.num_rows)
-        ends = replace(whole, rows=rows, queries=to_device(last, self.device), masks={})
+        last = to_device(last, self.device)
+        ends = CachedPass(cache, (layout,), rows, is_causal=True, firsts=firsts, queries=last)
         passes = [whole] * (len(self.layers) - 1) + [ends]
         read = self._run(hidden[None], committed_ids, whole.position_ids(self.device), passes)
         return read if self.mask_hidden is None else read.unflatten(0, (len(counts), width))

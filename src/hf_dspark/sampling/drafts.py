@@ -10,7 +10,7 @@ import functools
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import numpy as np
 import torch
@@ -50,16 +50,12 @@ class DraftBlock:
     confidence: torch.Tensor | None = None  # calibrated c_k, [R, n], on the host
     rows: Sequence[Sequence[int]] | None = None  # the tokens on the host, -1 for broken ones; `None`: not there yet
     ends: frozenset[int] = frozenset()  # tokens that end a sequence
+    parents: ClassVar[None] = None  # each place follows the one before
 
     @property
     def depths(self) -> list[int]:
         """Tokens on the longest path of each row, `[R]`."""
         return self.lengths.tolist()
-
-    @property
-    def parents(self) -> None:
-        """The parent of each place, by row; `None` as each place follows the one before."""
-        return None
 
     def for_host(self) -> tuple[torch.Tensor | None, ...]:
         """Return what `on_host` is to be given, on the device: tokens, marks and logits of confidences."""
@@ -193,6 +189,7 @@ class DraftTrees:
 
     @property
     def parents(self) -> tuple[tuple[int, ...], ...]:
+        """The parent of each place, by row."""
         return tuple((0, *tree.parents) for tree in self.trees)
 
     def packed(self, anchors: torch.Tensor) -> torch.Tensor:
