@@ -94,6 +94,8 @@ class FixedBlocks(FixedSlots):
         firsts (`torch.Tensor`): The first slot that each row sees, `[R]`.
     """
 
+    queries = None  # see `CachedPass`
+
     def __init__(self, device: torch.device, num_slots: int) -> None:
         super().__init__(device)
         self.num_slots = num_slots

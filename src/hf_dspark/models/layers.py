@@ -77,6 +77,18 @@ def rotate(states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleav
     return torch.cat([turned, passing], dim=-1) if passing.shape[-1] else turned
 
 
+def take_rows(states: torch.Tensor, rows: torch.Tensor | None) -> torch.Tensor:
+    """Return rows `[B, Q]` of `[B, T, size]`; all of them without `rows`."""
+    return states if rows is None else states.gather(1, rows[:, :, None].expand(-1, -1, states.shape[-1]))
+
+
+def rotary_of_queries(rotary: Rotary, attending: Attending, num_queries: int) -> Rotary:
+    """Return what turns the rows that attend, of what turns all rows of a pass: those that it names, or the last."""
+    if attending.queries is None:
+        return tuple(part[:, :, -num_queries:] for part in rotary)
+    return tuple(take_rows(part[:, 0], attending.queries)[:, None] for part in rotary)
+
+
 class DraftAttention(nn.Module):
     """Attention from some rows to all rows of a pass and what it has seen before."""
 
@@ -100,20 +112,14 @@ class DraftAttention(nn.Module):
         self.attention_sink_bias = sinks
 
     def forward(
-        self,
-        queries: torch.Tensor,
-        keys: torch.Tensor,
-        query_rotary: Rotary,
-        key_rotary: Rotary,
-        attending: Attending,
-        *earlier: torch.Tensor,
+        self, queries: torch.Tensor, keys: torch.Tensor, rotary: Rotary, attending: Attending, *earlier: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return what rows `[B, Q, *]` read, `[B, Q, d]`, and keys and values of all rows `[B, T, *]`."""
-        paired = self.config.rope_interleaved
-        query = rotate(self._heads(self.q_proj(queries), self.q_norm), *query_rotary, paired)
+        paired, of_queries = self.config.rope_interleaved, rotary_of_queries(rotary, attending, queries.shape[1])
+        query = rotate(self._heads(self.q_proj(queries), self.q_norm), *of_queries, paired)
         raw_key = self.k_proj(keys)
         raw_value = raw_key if self.v_proj is None else self.v_proj(keys)
-        key = rotate(self._heads(raw_key, self.k_norm), *key_rotary, paired)
+        key = rotate(self._heads(raw_key, self.k_norm), *rotary, paired)
         value = self._heads(raw_value, self.v_norm)
         return self.o_proj(attending.attend(self, query, key, value, *earlier).flatten(2)), key, value
 
@@ -134,20 +140,15 @@ class V4Attention(nn.Module):
         self.attention_sink_bias = nn.Parameter(torch.zeros(config.num_attention_heads))
 
     def forward(
-        self,
-        queries: torch.Tensor,
-        keys: torch.Tensor,
-        query_rotary: Rotary,
-        key_rotary: Rotary,
-        attending: Attending,
-        *earlier: torch.Tensor,
+        self, queries: torch.Tensor, keys: torch.Tensor, rotary: Rotary, attending: Attending, *earlier: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         query = self.q_b_proj(self.q_a_norm(self.q_a_proj(queries))).unflatten(-1, (-1, self.config.head_dim))
-        query = rotate_last(self.q_b_norm(query).transpose(1, 2), *query_rotary)
-        key = rotate_last(self.kv_norm(self.kv_proj(keys))[:, None], *key_rotary)
+        cos, sin = rotary_of_queries(rotary, attending, queries.shape[1])
+        query = rotate_last(self.q_b_norm(query).transpose(1, 2), cos, sin)
+        key = rotate_last(self.kv_norm(self.kv_proj(keys))[:, None], *rotary)
         attended = attending.attend(self, query, key, key, *earlier).transpose(1, 2)
         # Values were turned, as keys, by their positions: turned back by the query's, what is left is the distance.
-        attended = rotate_last(attended, query_rotary[0], -query_rotary[1]).transpose(1, 2).flatten(2)
+        attended = rotate_last(attended, cos, -sin).transpose(1, 2).flatten(2)
         return self.o_b_proj(self.o_a_proj(attended.unflatten(-1, (self.config.o_groups, -1))).flatten(2)), key, key
 
 

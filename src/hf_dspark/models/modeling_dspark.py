@@ -41,11 +41,10 @@ class DSparkLayer(DraftLayer):
     ) -> torch.Tensor:
         """Attend from block rows `[B, Q, d]` to the new context rows `[B, C, d]`, themselves, and the cached ones.
         With hyper-connections, block rows are streams `[B, Q, n, d]`."""
-        of_block = tuple(part[:, :, -hidden.shape[1] :] for part in rotary)
 
         def attend(block: torch.Tensor) -> torch.Tensor:
             # The context rows enter keys and values as they are: only block rows pass norm and convolution.
-            return self.self_attn(block, torch.cat([context, block], dim=1), of_block, rotary, attending)[0]
+            return self.self_attn(block, torch.cat([context, block], dim=1), rotary, attending)[0]
 
         def attended(states: torch.Tensor) -> torch.Tensor:
             normed = self.input_layernorm(states)

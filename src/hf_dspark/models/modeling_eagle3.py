@@ -21,7 +21,7 @@ from ..sampling.drafts import Drafts, Sampler
 from ..sampling.transfers import to_device
 from .block_attention import BlockLayout, CachedPass, KeyRanges
 from .configuration_eagle3 import Eagle3Config
-from .layers import Attending, DraftLayer, DSparkRMSNorm, DSparkRotaryEmbedding, Rotary
+from .layers import Attending, DraftLayer, DSparkRMSNorm, DSparkRotaryEmbedding, Rotary, take_rows
 from .losses import SlotLogits
 from .modeling_draft import DraftModel, NewContext
 from .modeling_dspark import of_nodes
@@ -57,14 +57,8 @@ class Eagle3Layer(DraftLayer):
             states = torch.cat([self.input_layernorm(embeds), normed], dim=-1)
             hidden = normed if self.norm_before_residual else hidden
         rows = attending.queries
-        of_rows = tuple(take_rows(part[:, 0], rows)[:, None] for part in rotary)
-        attended, *own = self.self_attn(take_rows(states, rows), states, of_rows, rotary, attending, *earlier)
+        attended, *own = self.self_attn(take_rows(states, rows), states, rotary, attending, *earlier)
         return self.after_attention(take_rows(hidden, rows), attended), *own
-
-
-def take_rows(states: torch.Tensor, rows: torch.Tensor | None) -> torch.Tensor:
-    """Return rows `[B, Q]` of `[B, T, size]`; all of them without `rows`."""
-    return states if rows is None else states.gather(1, rows[:, :, None].expand(-1, -1, states.shape[-1]))
 
 
 class NodeSlots:

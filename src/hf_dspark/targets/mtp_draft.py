@@ -21,8 +21,8 @@ from ..models.auto import holds_tensors, require_target
 from ..models.block_attention import CachedPass, SlidingWindow
 from ..models.configuration_draft import text_config
 from ..models.configuration_eagle3 import Eagle3Config
-from ..models.layers import Rotary
-from ..models.modeling_eagle3 import Eagle3DraftModel, take_rows
+from ..models.layers import Rotary, take_rows
+from ..models.modeling_eagle3 import Eagle3DraftModel
 from ..models.slot_cache import SlotCache, SlotLayout
 from .support import TargetSupport
 
