@@ -118,9 +118,15 @@ def test_gradients_match_deepspec(golden, name, setting):
 # ---- the formulas
 
 
+def take_chunks(monkeypatch, chunk_size):
+    monkeypatch.setattr("hf_dspark.models.losses.CHUNK_ELEMENTS", 0)
+    monkeypatch.setattr("hf_dspark.models.losses.MINIMUM_CHUNK", {"cpu": chunk_size, "cuda": chunk_size})
+
+
 @pytest.mark.parametrize("weights", [LossWeights(), LossWeights(1.0, 0.0, 0.0), LossWeights(0.2, 0.3, 0.4, 0.7, None)])
 @pytest.mark.parametrize("chunk_size", [1, 5, 100])
-def test_gradients_in_chunks_equal_those_of_autograd(weights, chunk_size):
+def test_gradients_in_chunks_equal_those_of_autograd(weights, chunk_size, monkeypatch):
+    take_chunks(monkeypatch, chunk_size)
     torch.manual_seed(1)
     hidden, prefix = torch.randn(2, 3, 4, 6, requires_grad=True), torch.randn(2, 3, 4, 2, requires_grad=True)
     head, own, frozen = torch.randn(9, 6), torch.nn.Parameter(torch.randn(9, 2)), torch.randn(9)
@@ -133,7 +139,7 @@ def test_gradients_in_chunks_equal_those_of_autograd(weights, chunk_size):
     draft = SlotLogits(logits_of, (hidden, prefix), 9, (own, frozen))
     target = SlotLogits(lambda x: x @ head.T, (target_hidden,), 9)
     slot_weights = position_weights(supervised, weights.position_decay)
-    losses = block_losses(draft, target, labels, slot_weights, weights, confidence_logits, chunk_size=chunk_size)
+    losses = block_losses(draft, target, labels, slot_weights, weights, confidence_logits)
     leaves = [hidden, prefix, own, confidence_logits]
     (3.0 * losses.loss).backward()
     chunked = [leaf.grad.clone() for leaf in leaves]
@@ -157,7 +163,8 @@ def test_gradients_in_chunks_equal_those_of_autograd(weights, chunk_size):
 
 
 @pytest.mark.parametrize("chunk_size", [1, 100])
-def test_logits_of_some_tokens_equal_those_of_all_without_the_others(chunk_size):
+def test_logits_of_some_tokens_equal_those_of_all_without_the_others(chunk_size, monkeypatch):
+    take_chunks(monkeypatch, chunk_size)
     torch.manual_seed(3)
     hidden = torch.randn(2, 3, 4, 6, requires_grad=True)
     head, token_ids, target_logits = torch.randn(5, 6), torch.tensor([6, 0, 3, 8, 2]), torch.randn(2, 3, 4, 9)
@@ -171,7 +178,7 @@ def test_logits_of_some_tokens_equal_those_of_all_without_the_others(chunk_size)
     found = []
     for draft in (some, all_tokens):
         slot_weights = position_weights(supervised, 4.0)
-        losses = block_losses(draft, target, labels, slot_weights, PLAIN, confidence_logits, chunk_size=chunk_size)
+        losses = block_losses(draft, target, labels, slot_weights, PLAIN, confidence_logits)
         found.append((losses.loss, losses.l1, losses.acceptance, *torch.autograd.grad(losses.loss, hidden)))
     for ours, expected in zip(*found, strict=True):
         torch.testing.assert_close(ours, expected, atol=1e-6, rtol=1e-5)

@@ -90,14 +90,13 @@ def block_losses(
     weights: LossWeights,
     confidence_logits: torch.Tensor | None = None,
     weight_sum: torch.Tensor | None = None,
-    chunk_size: int | None = None,
 ) -> BlockLosses:
     """Return the training objective of a batch of blocks. DSpark Eq. 9-12.
 
     Labels are the data tokens x*_k, `[..., γ]`; one that the draft cannot propose has no cross-entropy, but counts in
     all other terms. Slots of weight 0 cost nothing. `weight_sum` is the denominator of all means, that of these blocks
-    unless given: with that of a whole step, the losses of its parts add up. Logits of `chunk_size` slots exist at a
-    time, and none are computed twice.
+    unless given: with that of a whole step, the losses of its parts add up. Logits of some slots exist at a time, and
+    none are computed twice.
     """
     counted = slot_weights > 0
     own_sum, slot_weights, labels = slot_weights.sum(), slot_weights[counted], labels[counted]
@@ -108,7 +107,7 @@ def block_losses(
     draft, target = (replace(each, inputs=tuple(part[counted] for part in each.inputs)) for each in (draft, target))
     trained = [*draft.inputs, *(parameter for parameter in draft.parameters if parameter.requires_grad)]
     cross_entropy, l1, soft_cross_entropy, gradients = _vocabulary_losses(
-        draft, target, labels, slot_weights, weights, chunk_size,
+        draft, target, labels, slot_weights, weights,
         trained if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in trained) else [],
     )  # fmt: skip
     acceptance = (1.0 - 0.5 * l1).clamp(0.0, 1.0)  # Eq. 8
@@ -152,7 +151,6 @@ def _vocabulary_losses(
     labels: torch.Tensor,
     slot_weights: torch.Tensor,
     weights: LossWeights,
-    chunk_size: int | None,
     trained: list[torch.Tensor],
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, list[torch.Tensor]]:
     """Return Eq. 9, Eq. 10 and the soft cross-entropy of n slots, `[n]` each, and the gradients of `trained`.
@@ -160,9 +158,7 @@ def _vocabulary_losses(
     Every slot's weight is known, so the gradient of a chunk's logits is known, too, and goes back through the head
     at once. Checkpointing would be shorter, but needs five products with the vocabulary in place of three.
     """
-    if chunk_size is None:
-        fewest = MINIMUM_CHUNK.get(labels.device.type, MINIMUM_CHUNK["cuda"])
-        chunk_size = max(fewest, CHUNK_ELEMENTS // draft.vocab_size)
+    chunk_size = max(MINIMUM_CHUNK.get(labels.device.type, MINIMUM_CHUNK["cuda"]), CHUNK_ELEMENTS // draft.vocab_size)
     count, parameters = len(draft.inputs), trained[len(draft.inputs) :]
     gradients = [torch.empty_like(tensor) for tensor in trained[:count]]
     gradients += [torch.zeros_like(parameter, dtype=torch.float32) for parameter in parameters]
