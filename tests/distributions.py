@@ -18,11 +18,12 @@ from hf_dspark.decoding.tree_drafting import Chains
 from hf_dspark.models.slot_cache import SlotCache
 from hf_dspark.sampling import drafts, verification
 from hf_dspark.sampling.distributions import TokenDistribution
-from hf_dspark.sampling.drafts import ChainSampler, DraftBlock
+from hf_dspark.sampling.drafts import DraftBlock
 from hf_dspark.scheduling.costs import Load, ThroughputTable
 from hf_dspark.targets.feature_capture import FeatureCapture
 from hf_dspark.targets.support import TargetSupport
 from tests.features import new_context
+from tests.samplers import ChainSampler
 
 VOCAB = 3
 PROMPT = torch.tensor([[0, 1, 2, 1, 0]])

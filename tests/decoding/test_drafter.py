@@ -17,12 +17,12 @@ from hf_dspark import (
     generate_many,
 )
 from hf_dspark.models.slot_cache import SlotCache
-from hf_dspark.sampling.drafts import ChainSampler
 from hf_dspark.targets.feature_capture import FeatureCapture
 from hf_dspark.targets.support import TargetSupport
 from tests.distributions import HEADS, PROMPT, TABLE, EnumeratingSampler, make_pair
 from tests.features import new_context
 from tests.rows import GREEDY, EverySecond, alone, assert_same_tokens
+from tests.samplers import ChainSampler
 
 SLOW_DRAFT = linear_cost(0.2, 1.0, 6.0)
 

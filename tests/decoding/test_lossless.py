@@ -17,7 +17,6 @@ from hf_dspark import (
 )
 from hf_dspark.models import modeling_dspark
 from hf_dspark.sampling.distributions import TokenDistribution
-from hf_dspark.sampling.drafts import ChainSampler
 from hf_dspark.scheduling.costs import ThroughputTable
 from tests.distributions import (
     CLIFF,
@@ -33,6 +32,7 @@ from tests.distributions import (
     p_value_of_samples,
     planned_length,
 )
+from tests.samplers import ChainSampler
 
 PROCESSORS = {
     "none": [],

@@ -17,7 +17,6 @@ from hf_dspark import (
     attach,
 )
 from hf_dspark.models.slot_cache import SlotCache
-from hf_dspark.sampling.drafts import ChainSampler
 from hf_dspark.targets.mtp_draft import MTPDraft
 from hf_dspark.targets.transformers_api import is_since
 from tests.config_files import change_config, read_config
@@ -25,6 +24,7 @@ from tests.decoding.test_lossless_batches import enumerate_rounds
 from tests.distributions import PROMPT, VOCAB
 from tests.features import new_context
 from tests.rows import GREEDY, assert_as_alone
+from tests.samplers import ChainSampler
 
 DEPTH = 2
 SIZES = {

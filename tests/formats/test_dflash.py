@@ -13,11 +13,11 @@ from hf_dspark import DecodingOptions, DSparkDraftModel, FullBlock
 from hf_dspark.hub.convert import convert_checkpoint
 from hf_dspark.models.block_attention import BlockLayout
 from hf_dspark.models.slot_cache import SlotCache
-from hf_dspark.sampling.drafts import ChainSampler
 from hf_dspark.scheduling.scheduler import Scheduler
 from tests.config_files import change_config, read_config
 from tests.features import new_context
 from tests.rows import padded
+from tests.samplers import ChainSampler
 
 DRAFTS = ("z_lab", "domino_anchored", "domino_fill_in", "dflash2")
 TAPS = (1, 5)

@@ -9,9 +9,9 @@ from safetensors.torch import load_file
 from hf_dspark import DSparkDraftModel
 from hf_dspark.hub.convert import convert_checkpoint, read_checkpoint
 from hf_dspark.models.slot_cache import SlotCache
-from hf_dspark.sampling.drafts import ChainSampler
 from tests.features import new_context
 from tests.models.test_modeling_dspark import ForcedSampler
+from tests.samplers import ChainSampler
 
 FOLDER = Path(__file__).parents[1] / "fixtures" / "dspark"
 LAYOUTS = sorted(path.name for path in FOLDER.iterdir() if path.is_dir())

@@ -23,9 +23,9 @@ from hf_dspark import DSparkConfig, DSparkDraftModel, Eagle3Config, Eagle3DraftM
 from hf_dspark.hub.convert import convert_checkpoint
 from hf_dspark.models.auto import load_draft
 from hf_dspark.models.slot_cache import SlotCache
-from hf_dspark.sampling.drafts import ChainSampler
 from tests.config_files import change_config, read_config
 from tests.features import new_context
+from tests.samplers import ChainSampler
 
 resource = pytest.importorskip("resource")  # not on Windows
 

@@ -6,11 +6,11 @@ from safetensors.torch import load_file
 
 from hf_dspark import Eagle3Config, Eagle3DraftModel, convert_checkpoint
 from hf_dspark.models.slot_cache import SlotCache
-from hf_dspark.sampling.drafts import ChainSampler
 from tests.config_files import read_config
 from tests.eagle3_target import HIDDEN_SIZE, fill, make_target
 from tests.features import new_context
 from tests.models.test_published_eagle3 import PROJECTS
+from tests.samplers import ChainSampler
 
 # Where a draft came from, and what became of it on the way there and back.
 NAMES = {"name_or_path", "_name_or_path", "transformers_version", "target_model_type", "num_target_layers"}

@@ -25,13 +25,13 @@ from hf_dspark import ConfidenceThreshold, DecodingOptions, DSparkConfig, DSpark
 from hf_dspark.hub.repository import DECODER
 from hf_dspark.models.slot_cache import SlotCache
 from hf_dspark.sampling.distributions import TokenDistribution
-from hf_dspark.sampling.drafts import ChainSampler
 from hf_dspark.scheduling.calibration import calibrated_confidence
 from hf_dspark.targets.feature_capture import FeatureCapture
 from hf_dspark.targets.support import TargetSupport
 from tests.distributions import ROUNDING, Paths, TargetDistribution, total_variation
 from tests.features import new_context
 from tests.rows import Notes
+from tests.samplers import ChainSampler
 from tests.targets.test_model_types import EACH_TYPE, PLAIN, PROMPTS, make_pair
 
 PROMPT = torch.tensor([[3, 9, 12, 30]])

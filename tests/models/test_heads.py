@@ -8,7 +8,7 @@ import torch
 from hf_dspark import DSparkConfig, DSparkDraftModel
 from hf_dspark.models.heads import Successors, with_successors
 from hf_dspark.models.modeling_dspark import MOST_SUCCESSORS
-from hf_dspark.sampling.drafts import ChainSampler
+from tests.samplers import ChainSampler
 
 COUNT = 3
 

@@ -18,8 +18,8 @@ from hf_dspark.models.block_attention import BlockLayout, CachedPass, KeyRanges
 from hf_dspark.models.modeling_draft import AnchoredBlocks
 from hf_dspark.models.slot_cache import SlotCache, SlotLayout
 from hf_dspark.sampling.distributions import TokenDistribution
-from hf_dspark.sampling.drafts import ChainSampler
 from tests.features import new_context
+from tests.samplers import ChainSampler
 
 GOLDEN = ("draft_vanilla", "draft_rnn", "draft_dflash", "gemma4/draft_vanilla")
 NO_MARKOV = {"markov_rank": 0}

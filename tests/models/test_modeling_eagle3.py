@@ -38,13 +38,13 @@ from hf_dspark.models.block_attention import BlockLayout
 from hf_dspark.models.losses import LossWeights, position_weights
 from hf_dspark.models.modeling_draft import AnchoredBlocks
 from hf_dspark.models.slot_cache import SlotCache
-from hf_dspark.sampling.drafts import ChainSampler
 from hf_dspark.scheduling.step_costs import Machine
 from tests.config_files import read_config
 from tests.distributions import ROUNDING, distance_from_target
 from tests.features import new_context, select_features
 from tests.models.test_modeling_dspark import ForcedSampler, close, layout_of
 from tests.rows import EverySecond, padded
+from tests.samplers import ChainSampler
 
 PROMPTS = [[3, 9, 12, 30, 7, 7, 21], [5, 11], [11, 4, 8, 8, 25, 13, 17, 31, 22, 6, 5, 39]]
 GREEDY = {"do_sample": False, "max_new_tokens": 16, "pad_token_id": 0}

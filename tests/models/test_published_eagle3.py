@@ -6,10 +6,10 @@ from safetensors.torch import load_file
 
 from hf_dspark import DecodingOptions, Eagle3DraftModel, FullBlock
 from hf_dspark.models.slot_cache import SlotCache
-from hf_dspark.sampling.drafts import ChainSampler
 from tests.eagle3_target import DEFAULT_TAPS, GAMMA, NUM_TOKENS, PROMPT, make_target, target_features
 from tests.features import new_context
 from tests.models.test_modeling_dspark import ForcedSampler
+from tests.samplers import ChainSampler
 
 PROJECTS = {
     "safeailab": DEFAULT_TAPS, "specforge": [0, 2, 6], "specforge_narrow": DEFAULT_TAPS,

@@ -12,8 +12,9 @@ from hf_dspark.sampling.distributions import (
     residual_distribution,
     scatter_to_vocabulary,
 )
-from hf_dspark.sampling.drafts import ChainSampler, DraftBlock
+from hf_dspark.sampling.drafts import DraftBlock
 from hf_dspark.sampling.verification import verify_chains
+from tests.samplers import ChainSampler
 
 
 def verify(block, lengths, target_probs, accept_uniforms, uniform=None):

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from ..sampling.distributions import Scores, TokenDistribution, draw, largest
-from ..sampling.drafts import ChainSampler, DraftBlock, DraftTree, DraftTrees, SiblingDistribution
+from ..sampling.drafts import DraftBlock, DraftTree, DraftTrees, SiblingDistribution
 from ..sampling.transfers import to_device, to_host
 from ..scheduling.calibration import calibrated_confidence
 from ..scheduling.prompt_lookup import LookupMatch
@@ -22,12 +22,14 @@ from .request import Request
 Child = tuple[int, int, float, float, float]  # number of its parent in the level, and what `DraftTree.add` takes
 
 
-class Chains(ChainSampler):
+class Chains:
     """Draws a chain for each request, by the noise `[R, γ]`; without it, the arg-max.
 
     `lacks_head` asks for confidences that follow from the distributions alone, before they are drawn from: what a
     draft that is right would expect, the sum of squares, and of the arg-max its probability.
     """
+
+    reads_confidence = False  # a chain is cut after it was drawn, by confidences that were known before
 
     def __init__(
         self,
@@ -36,16 +38,26 @@ class Chains(ChainSampler):
         uniforms: torch.Tensor | None,
         lacks_head: bool = False,
     ) -> None:
-        super().__init__()
         self.requests = requests
         self.processor, self.uniforms, self.lacks_head = processor, uniforms, lacks_head
+        self.token_ids: list[torch.Tensor] = []  # of each level, [R]
+        self._distributions: list[TokenDistribution | None] = []
         self.is_forced: list[list[bool]] = []  # where processors leave one token alone, known before its draw, [γ][R]
         self._expected: list[torch.Tensor] = []  # acceptance of each level, [R]
         self._best: list[torch.Tensor] = []  # scores of arg-max tokens, NaN where there was no distribution
 
+    def __call__(
+        self, logits: torch.Tensor, candidate_ids: torch.Tensor | None, confidence_logits: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, None]:
+        token_ids, distribution = self.draw(logits, candidate_ids)
+        self.token_ids.append(token_ids)
+        self._distributions.append(distribution)
+        return token_ids, None
+
     def draw(
         self, logits: torch.Tensor, candidate_ids: torch.Tensor | None
     ) -> tuple[torch.Tensor, TokenDistribution | None]:
+        """Return a token for each row, `[R]`, and what it was drawn from, `None` for an arg-max."""
         prefixes = []
         if self.processor.reads_prefixes:
             drafted = torch.stack(self.token_ids, dim=1).tolist() if self.token_ids else [[]] * len(self.requests)
@@ -65,9 +77,10 @@ class Chains(ChainSampler):
         return draw(distribution, self.uniforms[:, len(self.token_ids)]), distribution
 
     def finish(self, confidence_logits: torch.Tensor | None = None) -> DraftBlock:
-        block = super().finish(self.expected_logits() if self.lacks_head else confidence_logits)
-        marks = torch.stack(self._best, dim=1) if block.distribution is None else block.distribution.probs[..., 0]
-        return DraftBlock(block.token_ids, block.distribution, block.confidence_logits, marks)
+        drawn = None if self.uniforms is None else TokenDistribution.stack(self._distributions)
+        marks = torch.stack(self._best, dim=1) if drawn is None else drawn.probs[..., 0]
+        confidence_logits = self.expected_logits() if self.lacks_head else confidence_logits
+        return DraftBlock(torch.stack(self.token_ids, dim=1), drawn, confidence_logits, marks)
 
     def expected_logits(self) -> torch.Tensor:
         return torch.stack(self._expected, dim=1).logit(LEAST_PROBABILITY)

@@ -230,34 +230,6 @@ class Sampler(Protocol):
         """Return what was drawn; the confidences are those of whole chains, `[R, γ]`."""
 
 
-class ChainSampler:
-    """A [`Sampler`] of chains, without processors. It draws the arg-max; a subclass may draw otherwise."""
-
-    reads_confidence = False  # a chain is cut after it was drawn, by confidences that were known before
-
-    def __init__(self) -> None:
-        self.token_ids: list[torch.Tensor] = []  # of each level, [R]
-        self._distributions: list[TokenDistribution | None] = []
-
-    def draw(
-        self, logits: torch.Tensor, candidate_ids: torch.Tensor | None
-    ) -> tuple[torch.Tensor, TokenDistribution | None]:
-        """Return a token for each row, `[R]`, and what it was drawn from, `None` for an arg-max."""
-        return Scores(logits, candidate_ids).best()[1], None
-
-    def __call__(
-        self, logits: torch.Tensor, candidate_ids: torch.Tensor | None, confidence_logits: torch.Tensor | None = None
-    ) -> tuple[torch.Tensor, None]:
-        token_ids, distribution = self.draw(logits, candidate_ids)
-        self.token_ids.append(token_ids)
-        self._distributions.append(distribution)
-        return token_ids, None
-
-    def finish(self, confidence_logits: torch.Tensor | None = None) -> DraftBlock:
-        drawn = None if self._distributions[0] is None else TokenDistribution.stack(self._distributions)
-        return DraftBlock(torch.stack(self.token_ids, dim=1), drawn, confidence_logits)
-
-
 class SiblingDistribution:
     """The distribution `[n]` of the children of one node, and what is left of it while they are drawn without
     replacement. It need not sum to one exactly."""
