@@ -134,7 +134,8 @@ def test_a_dynamic_cache_goes_in_and_comes_out(target):
     cache.take_row(given, 1, torch.tensor([2, 3, 4, 5, 6, 7, 8]))
     assert cache.lengths == (0, 7)
     assert torch.equal(kept(cache, 1, layer=3)[0], given.layers[3].keys[1, :, 2:])
-    back = cache.to_dynamic_cache([torch.arange(0), torch.arange(2, 9)])
+    cache.columns = [torch.arange(0), torch.arange(2, 9)]
+    back = cache.to_dynamic_cache()
     assert back.get_seq_length() == 9
     assert torch.equal(back.layers[3].values[1, :, 2:], given.layers[3].values[1, :, 2:])
 

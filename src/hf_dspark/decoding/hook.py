@@ -171,8 +171,7 @@ def plan_call(
     device = support.input_device
     if draft.drafts_blocks and draft.device.type == "cpu" and device.type not in ("cpu", "meta"):
         warnings.warn(
-            f"the draft is on the CPU, the target on {device}: drafting is slow there, and every round copies between "
-            f"the two. Use draft.to({str(device)!r})",
+            f"the draft is on the CPU, the target on {device}: rounds copy between the two. Use draft.to('{device}')",
             stacklevel=2,
         )
     if support.is_hooked:

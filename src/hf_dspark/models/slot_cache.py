@@ -374,18 +374,15 @@ class SlotCache(Cache):
                 store[row, :, first : len(columns)] = states[row][:, kept.to(states.device)]
         self.commit(row, len(columns))
 
-    def to_dynamic_cache(self, columns: Sequence[torch.Tensor] | None = None) -> DynamicCache:
-        """Return a copy as transformers' `DynamicCache`, each row's tokens at its `columns`.
-
-        Without them they are where plain `generate()` would have left them in the call that returned this cache. Of
-        other caches, rows end together, as in a left-padded batch.
-        """
+    def to_dynamic_cache(self) -> DynamicCache:
+        """Return a copy as transformers' `DynamicCache`, with tokens where plain `generate()` would have left them in
+        the call that returned this cache. Of other caches, rows end together, as in a left-padded batch."""
         if any(self.row_states):
             raise ValueError(
                 "the recurrent states of a SlotCache are not those of a DynamicCache: go on with the draft, or decode "
                 "the whole conversation without a cache"
             )
-        columns = columns or self.columns
+        columns = self.columns
         if columns is None:
             longest = max(self._lengths)
             columns = [torch.arange(longest - length, longest, device="cpu") for length in self._lengths]
