@@ -451,16 +451,18 @@ def resources() -> Rows:
         yield f"{part} of a training step, over dense attention and logits", number(step[f"{part}_ratio"])
 
 
-@table("operations")
+@table("operations", "operations_smollm2")
 def operations() -> Rows:
     """What a round asks of a device, beside a plain step."""
-    yield "", "plain step", "round", "over plain", "with views", "waits"
-    for name, phases in load("operations")["cells"].items():
-        step, whole = phases["plain step"], phases["round"]
-        with_views = [part["operations"] + part["views"] for part in (whole, step)]
-        ratios = whole["operations"] / step["operations"], with_views[0] / with_views[1]
-        counts = number(step["operations"], 0), number(whole["operations"], 0)
-        yield name.replace("Scheduler", "trees of 15"), *counts, *map(number, ratios), number(whole["waits"], 1)
+    yield "pair", "drafts", "plain step", "round", "over plain", "with views", "waits"
+    for pair, file in (("shipped", "operations"), ("SmolLM2", "operations_smollm2")):
+        for name, phases in load(file)["cells"].items():
+            step, whole = phases["plain step"], phases["round"]
+            with_views = [part["operations"] + part["views"] for part in (whole, step)]
+            ratios = whole["operations"] / step["operations"], with_views[0] / with_views[1]
+            counts = (number(part["operations"], 0) for part in (step, whole))
+            kind = name.replace("Scheduler", "trees of 15")
+            yield pair, kind, *counts, *map(number, ratios), number(whole["waits"], 1)
 
 
 @table("host")
