@@ -23,7 +23,7 @@ def load_draft(name_or_path: str | os.PathLike, **kwargs: Any) -> DraftModel:
     checkpoint = Checkpoint(name_or_path, **{name: kwargs.pop(name) for name in HUB_ARGUMENTS if name in kwargs})
     kind = draft_model_type(checkpoint.config)
     if kind not in DRAFTS:
-        raise ValueError(f"{name_or_path} holds a {kind!r} model, no draft: pass one of the kinds {sorted(DRAFTS)}")
+        raise ValueError(f"{name_or_path} holds a {kind!r} model, which is no draft: pass one of {sorted(DRAFTS)}")
     return DRAFTS[kind].from_pretrained(checkpoint, **kwargs)
 
 
