@@ -251,6 +251,6 @@ def test_folders_of_every_kind_of_draft_are_loaded_and_other_models_refused(draf
     assert {name: type(load_draft(folder)) for name, folder in kinds.items()} == dict.fromkeys(kinds, DSparkDraftModel)
     assert isinstance(load_draft(str(fixtures / "deepspec" / "eagle3")), Eagle3DraftModel)
     target.save_pretrained(tmp_path / "target")
-    with pytest.raises(ValueError, match="holds a 'qwen3' model, no draft"):
+    with pytest.raises(ValueError, match="holds a 'qwen3' model, which is no draft"):
         write_card(tmp_path / "target", tmp_path / "target")
     assert not (tmp_path / "target" / "README.md").exists()
