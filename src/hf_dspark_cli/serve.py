@@ -16,6 +16,7 @@ from types import SimpleNamespace
 from typing import Any
 from weakref import WeakSet
 
+import torch
 from accelerate.utils import get_max_memory
 from transformers import PreTrainedModel
 from transformers.cli.chat import Chat
@@ -72,7 +73,50 @@ class _Manager(GenerateManager):
         return fn(*args, **kwargs)  # it asks, and does not wait
 
     def async_submit(self, fn: Callable, *args: Any, **kwargs: Any) -> asyncio.Future:
-        return asyncio.wrap_future(fn(*args, **kwargs))
+        client = _Client()
+        waiting = asyncio.wrap_future(fn(*args, client=client, **kwargs))
+        waiting.add_done_callback(lambda done: setattr(client, "is_gone", done.cancelled()))
+        return waiting
+
+
+class _Client:
+    """Who waits for a whole answer: a streamer that ends it once nobody does."""
+
+    is_gone = False
+
+    def put(self, tokens: torch.Tensor) -> None:
+        if self.is_gone:
+            raise _GenerationCancelled
+
+    def end(self) -> None:
+        """There is nothing to flush."""
+
+
+class _Departures:
+    """Middleware that cancels a request whose client goes away; transformers notices it only where it streams."""
+
+    def __init__(self, app: Callable) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Mapping[str, Any], receive: Callable, send: Callable) -> None:
+        if scope["type"] != "http":
+            return await self.app(scope, receive, send)
+        messages: asyncio.Queue = asyncio.Queue()
+        answering = asyncio.ensure_future(self.app(scope, messages.get, send))
+
+        async def pass_on() -> None:
+            message: Mapping[str, Any] = {"type": ""}
+            while message["type"] != "http.disconnect":
+                messages.put_nowait(message := await receive())
+            answering.cancel()
+
+        passing = asyncio.ensure_future(pass_on())
+        try:
+            await asyncio.wait([answering])
+        finally:  # also where the server ends
+            passing.cancel()
+            answering.cancel()
+        return None if answering.cancelled() else answering.result()
 
 
 def _tell(streamer: Any, outcome: Future) -> None:
@@ -81,7 +125,8 @@ def _tell(streamer: Any, outcome: Future) -> None:
 
 
 def _follow_format(handler: BaseHandler, grammars: Callable[[], JsonGrammars]) -> None:
-    """Let a handler of transformers, which would ignore it, follow the form that a request asks for."""
+    """Let a handler of transformers, which would ignore it, follow the form that a request asks for, and say what is
+    wrong with a request."""
     from fastapi import HTTPException
 
     handle, handler._unused_fields = handler.handle_request, handler._unused_fields - {"response_format", "text"}
@@ -94,7 +139,12 @@ def _follow_format(handler: BaseHandler, grammars: Callable[[], JsonGrammars]) -
             raise HTTPException(400, "JSON needs xgrammar where the server runs: pip install xgrammar") from error
         except ValueError as error:
             raise HTTPException(400, str(error)) from error
-        return await handle(body, request_id)
+        try:
+            return await handle(body, request_id)
+        except KeyError as error:
+            raise HTTPException(400, f"the request lacks {error}") from error
+        except (TypeError, ValueError) as error:
+            raise HTTPException(400, f"the request is wrong: {error}") from error
 
     handler.handle_request = handle_request
 
@@ -223,8 +273,9 @@ def _loaded(
             model, processor = serve._model_manager.load_model_and_processor(served["id"])
             return JsonGrammars(model, getattr(processor, "tokenizer", processor))
 
-        _follow_format(serve._chat_handler, grammars)
-        _follow_format(serve._response_handler, grammars)
+        for handler in (serve._chat_handler, serve._response_handler, serve._completion_handler):
+            _follow_format(handler, grammars)
+        serve.server.config.app = _Departures(serve.server.config.app)
         for log in ("uvicorn.access", "uvicorn.error") if quiet else ():
             logging.getLogger(log).setLevel(logging.WARNING)
         yield serve, served

@@ -3,6 +3,7 @@
 import json
 import shlex
 from collections.abc import Iterator
+from concurrent.futures import wait
 from contextlib import contextmanager
 from dataclasses import dataclass
 from http.client import HTTPConnection
@@ -17,7 +18,7 @@ from transformers.utils.import_utils import is_serve_available
 from hf_dspark.decoding.attach import Attachment, attachment_of
 from hf_dspark.decoding.prefixes import PrefixMemory
 from hf_dspark_cli.parser import parse
-from hf_dspark_cli.serve import LOOPBACK, _listen, _loaded
+from hf_dspark_cli.serve import LOOPBACK, _listen, _loaded, _Manager
 
 needs_server = pytest.mark.skipif(not is_serve_available(), reason="needs pip install transformers[serving]")
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
@@ -29,11 +30,19 @@ class Served:
     port: int
     model: PreTrainedModel
     folder: Path
-    prefixes: PrefixMemory
+    manager: _Manager
 
     @property
     def attached(self) -> Attachment:
         return attachment_of(self.model)
+
+    @property
+    def prefixes(self) -> PrefixMemory:
+        return self.manager.prefixes
+
+    def is_idle(self, seconds: float) -> bool:
+        """Tell whether the thread that decodes comes to an end of its work within some seconds."""
+        return bool(wait([self.manager._thread.submit(int)], seconds).done)
 
     def send(self, path: str, body: dict | str) -> tuple[int, str]:
         """Return status and body of an answer, which names no folder of this machine."""
@@ -76,7 +85,7 @@ def serving(folder: Path) -> Iterator[Served]:
         (loaded,) = serve._model_manager.loaded_models.values()
         try:
             (manager,) = serve._generation_state._generate_managers.values()
-            yield Served(listener.getsockname()[1], loaded.model, folder, manager.prefixes)
+            yield Served(listener.getsockname()[1], loaded.model, folder, manager)
         finally:
             serve.server.should_exit = True
             thread.join(60)

@@ -104,19 +104,24 @@ def test_of_two_hundred_requests_none_is_lost_beside_a_reader_that_takes_its_tim
 
 
 @needs_server
-def test_a_client_that_goes_away_stops_its_answer_and_disturbs_no_other(served):
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_goes_away_stops_its_answer_and_disturbs_no_other(served, stream):
     before = served.attached.num_assisted, served.attached.num_plain
     connection = socket.create_connection((LOOPBACK, served.port), timeout=60)
-    body = json.dumps({"prompt": PROMPTS[0], "stream": True, "max_tokens": 100_000, "logit_bias": {"62": -100}})
+    asked = {"prompt": PROMPTS[0], "stream": stream, "max_tokens": 100_000_000, "logit_bias": {"62": -100}}
+    body = json.dumps(asked)
     head = f"POST {TEXT} HTTP/1.1\r\nHost: h\r\nContent-Type: application/json\r\nContent-Length: {len(body)}"
     connection.sendall(f"{head}\r\n\r\n{body}".encode())
-    while b"data: " not in connection.recv(4096):
+    while stream and b"data: " not in connection.recv(4096):
         pass
+    time.sleep(0.0 if stream else 1.0)
+    assert not served.is_idle(seconds=0.2)
     connection.close()
     start = time.perf_counter()
     assert served.ask(PROMPTS[1]) == served.plain(PROMPTS[1])
     assert time.perf_counter() - start < 60  # and the answer that was left is not counted, for it did not end
     assert (served.attached.num_assisted, served.attached.num_plain) == (before[0] + 1, before[1])
+    assert served.is_idle(seconds=60)
 
 
 @needs_server
@@ -124,10 +129,16 @@ def test_a_client_that_goes_away_stops_its_answer_and_disturbs_no_other(served):
     ("path", "body", "status"),
     [
         (CHAT, "{", 422),
-        (CHAT, {"model": "target"}, 500),
+        (CHAT, {"model": "target"}, 400),
+        (CHAT, {"messages": 7}, 400),
+        (CHAT, {"messages": [{"role": "user"}, "w05"]}, 400),
+        (CHAT, {"messages": [{"role": "user", "content": "w05"}], "temperature": "warm"}, 400),
+        (TEXT, {"prompt": ["w05", 7]}, 400),
+        (TEXT, {"prompt": "w05", "max_tokens": -3}, 400),
+        (TEXT, {"prompt": "w05", "max_tokens": "many"}, 400),
         (CHAT, {"messages": [], "speed": 9}, 422),
         (TEXT, {"model": "another", "prompt": "w05"}, 400),
-        (TEXT, {"prompt": "w05", "generation_config": "{"}, 500),
+        (TEXT, {"prompt": "w05", "generation_config": "{"}, 400),
         ("/load_model", {}, 422),
         ("/v1/nowhere", {}, 404),
     ],

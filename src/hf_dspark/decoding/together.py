@@ -19,9 +19,10 @@ KNOWN = {"input_ids", "attention_mask", "generation_config", "tokenizer", "strea
 
 
 class Asked:
-    """A call of `generate()` for one prompt, and its outcome; calls of one kind are decoded together."""
+    """A call of `generate()` for one prompt, and its outcome; calls of one kind are decoded together. A call without a
+    streamer may have a `client`, which is one that hears of tokens only while others are decoded with it."""
 
-    def __init__(self, target: PreTrainedModel, **given: Any) -> None:
+    def __init__(self, target: PreTrainedModel, client: Any = None, **given: Any) -> None:
         self.target, self.given = target, given
         self.outcome: Future = Future()
         self.outcome.set_running_or_notify_cancel()  # who waits for it may go away
@@ -31,7 +32,7 @@ class Asked:
         if attachment_of(target) is None or not given.keys() <= KNOWN:
             self.kind = None
         own = {"generation_config": config, "logits_processor": processors}
-        self.prompt = OwnPrompt(given["input_ids"][0].tolist(), own, given.get("streamer"))
+        self.prompt = OwnPrompt(given["input_ids"][0].tolist(), own, given.get("streamer") or client)
 
     def decode_alone(self) -> None:
         try:
