@@ -81,14 +81,27 @@ def test_rounds_that_do_not_draft_look_up_and_keep_calls_from_plain_decoding():
     assert policy.plan_tree(siblings, load) is None and policy.plan_tree(siblings, load, [[0.02] * 9]) is None
     assert not policy.plan_tree(siblings, load, [[0.8] * 9]).drafts
     experience.skipped._wait = experience.skipped.most  # drafting was tried in vain
+    policy._load, experience.skipped.paid = load, 0.9
     assert experience.skipped.rests()
-    policy._load = load
     for _ in range(40):
         observed(policy, load, 8, 6)
     assert experience.skipped.gain > LEAST_LOOKUP and not any(experience.skipped.rests() for _ in range(16))
     for _ in range(200):
         observed(policy, load, 8, 0)
-    assert experience.skipped.gain < 1.0 and sum(experience.skipped.rests() for _ in range(16)) == 15
+    assert experience.skipped.gain < 1.0 and sum(experience.skipped.rests() for _ in range(16)) == 14
+
+
+@pytest.mark.parametrize(("accepted", "resting"), [(3, 0), (0, 14)])
+def test_calls_rest_where_all_rounds_together_hardly_pay(accepted, resting):
+    experience, load = Experience(LearnedCosts(DEAR, 7)), Load()
+    policy = Scheduler(experience)
+    plain = LearnedCosts(DEAR, 7).at(load).plain_seconds(load)
+    for _ in range(300):
+        policy.plan_draft(load)
+        past = (0,), torch.full((1, 7), 0.4), torch.tensor([7]), torch.tensor([accepted])
+        policy.observe(RoundOutcome(*past, 2.5 * plain, True, draft_seconds=plain))
+    assert experience.skipped.paid == pytest.approx((1 + accepted) / 2.5, rel=0.2)
+    assert sum(experience.skipped.rests() for _ in range(16)) == resting
 
 
 REPEATED = torch.tensor([[5, 9, 30, 5, 9, 30, 5, 9]])

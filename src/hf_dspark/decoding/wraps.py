@@ -105,7 +105,7 @@ def _attachment_for(target: PreTrainedModel, arguments: dict[str, Any]) -> tuple
     draft = attached.draft
     if draft.drafts_blocks and draft.decoding.policy is None:
         if experience_of(target, draft, config.do_sample, draft.decoding.domain).skipped.rests():
-            return attached, ["drafting has not paid in earlier calls: it is tried again in one of 16"]
+            return attached, ["drafting has not paid in earlier calls: it is tried again in some of them"]
     return attached, []
 
 

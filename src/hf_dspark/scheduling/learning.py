@@ -29,7 +29,9 @@ LEAST_WEIGHT = 0.05  # of one more round
 REQUESTS = (1, 2, 4, 8, 16, 32, 64, 128)
 FIRST_PLAIN, RARELY = 4, 256  # rounds until the first one without drafts, and between later ones at most
 REPROBE_AFTER, LONGEST_WAIT = 16, 64  # rounds that taught nothing
-LEAST_LOOKUP = 1.1  # gain by prompt lookup, for which calls run in our loop
+# Gains over plain steps of our loop, which plain decoding is ahead of: by prompt lookup, and of all rounds.
+LEAST_LOOKUP, LEAST_PAID = 1.1, 1.06
+SOME_CALLS, RARE_CALLS = 4, 8  # of which one drafts where it does not pay
 KEPT_AFTER = 64  # rounds; again when there are twice as many
 FORGETTING = 0.995  # of what confidences said, with each round
 PRIOR_PRECISION = (8.0, 0.5)  # of slope 1 and offset 0, in rounds that say as much
@@ -103,6 +105,7 @@ class ReprobeCounter:
     most: int = REPROBE_AFTER
     is_looking: bool = False  # whether the present round does it for that reason
     gain: float = 1.0  # that prompt lookup brought rounds that did not do it, over plain steps
+    paid: float = 1.5  # what all rounds brought over plain steps; so much is hoped at first
 
     def __post_init__(self) -> None:
         self.reset()
@@ -119,10 +122,11 @@ class ReprobeCounter:
         return self.is_looking
 
     def rests(self) -> bool:
-        """Tell whether a whole call shall do without drafts, as looking again was in vain: 15 of 16 do, unless prompt
-        lookup pays."""
-        self._calls += self._wait == self.most
-        return self.gain < LEAST_LOOKUP and self._calls % REPROBE_AFTER > 0
+        """Tell whether a whole call shall do without drafts, as all rounds together hardly paid: three of four do, and
+        seven of eight if looking again was in vain, too. None does while prompt lookup pays."""
+        self._calls += 1
+        every = RARE_CALLS if self._wait == self.most else SOME_CALLS
+        return max(self.paid / LEAST_PAID, self.gain / LEAST_LOOKUP) < 1.0 and self._calls % every > 0
 
 
 class LearnedCosts:

@@ -33,6 +33,7 @@ SAME_CONTEXT = 256  # cached tokens: so many more do not change the choice
 TAIL_SHARE = 0.25  # of drafting: what the heads alone take
 TAIL_ACCEPTANCE = 0.55  # expected of each slot of an unknown tail
 LOOKUP_WEIGHT = 0.03  # of one more round without the draft
+PAID_WEIGHT = 0.015  # of one more round, drafted or not
 LEAST_GAIN = 1.03  # of trees over chains, as predicted: measured step times are no better than that
 
 
@@ -354,6 +355,9 @@ class Scheduler(Policy):
         is_usual = outcome.request_ids == self._load.request_ids and set(outcome.request_ids) <= set(self._served)
         if self._experience is not None and is_usual:
             self._experience.costs.observe(self._load, outcome)
+        if is_usual and self.cost is not None:
+            brought = (1 + _mean(outcome.num_accepted)) * self._cost_of(self._load).plain_seconds(self._load)
+            self._skipped.paid += PAID_WEIGHT * (brought / outcome.seconds - self._skipped.paid)
         if not outcome.drafted and self.cost is not None:
             cost, tokens = self._cost_of(self._load), 1 + _mean(outcome.num_accepted)
             taken = float(cost.round_seconds(self._load, int(outcome.lengths.sum()))[-1]) - cost.drafting
