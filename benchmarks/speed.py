@@ -112,7 +112,8 @@ def tasks(
     max_new_tokens: int = 64,
 ) -> Iterator[dict[str, Any]]:
     """An attached draft without calibration and table, in each of ten tasks; over plain decoding, over transformers'
-    prompt lookup, which takes one row, and over that of economize. Batches are decoded in turns, four at least."""
+    prompt lookup, which takes one row, and over that of economize. Batches are decoded in turns, four at least.
+    No token ends a sampled answer: ways draw other answers, and their lengths would say more than their speed."""
     target, draft, tokenizer = bench.load_pair(dtype, Path(folder))
 
     def ids_of(texts: list[str]) -> list[list[int]]:
@@ -120,7 +121,8 @@ def tasks(
 
     bare, cells = unmeasured(draft), []
     for (regime, sampling), size in itertools.product(bench.REGIMES.items(), rows):
-        options = {"max_new_tokens": max_new_tokens, **sampling}
+        endless = {"eos_token_id": target.config.vocab_size} if regime == "sampled" else {}
+        options = {"max_new_tokens": max_new_tokens, **sampling, **endless}
         ways = {"plain": bench.Way(), "attached": bench.Way(bare, attached=True)} | others(target, regime, size)
         for index, ids in enumerate(ids_of(bench.held_out_prompts(12))):  # some 200 rounds, of another task
             bench.decode(target, [ids] * size, index, bare, **options)
