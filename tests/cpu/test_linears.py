@@ -55,6 +55,21 @@ def test_large_layers_are_routed_while_entered_and_are_then_as_before(products, 
 
 
 @torch.no_grad()
+def test_layers_that_gain_nothing_by_so_many_rows_are_left_alone_and_all_are_restored(gains, products):
+    gains(onednn=Gain(2, 2**16, most_rows=4))
+    model, rows = nn.Sequential(linear(), linear(255, 256)), torch.randn(8, 256)
+    linears = fast_linears(model)
+    for num_rows, routed in ((1, 0), (2, 1), (4, 1), (5, 0)):
+        with linears.of_rows(num_rows):
+            assert sum("forward" in vars(layer) for layer in model) == routed
+            model(rows[:num_rows])
+    assert products == ["onednn", "onednn"] and is_untouched(model)
+    linears.of_rows(2).__enter__()
+    linears.restore()
+    assert is_untouched(model)
+
+
+@torch.no_grad()
 def test_nested_entries_change_nothing_of_the_outer_one(products, packings):
     layer, other, rows = linear(), linear(), torch.randn(8, 256)
     with fast_linears(layer, packed=True):

@@ -1,5 +1,6 @@
 """Route the linear layers of models to the fastest small-batch GEMM of this CPU, behind one context manager."""
 
+import copy
 import types
 from functools import partial
 from typing import Any
@@ -53,6 +54,19 @@ class fast_linears:
         ]
         self._packed = packed
         self._entries: list[list[Route]] = []
+        self._of_rows: dict[int, fast_linears] = {}
+
+    def of_rows(self, num_rows: int) -> "fast_linears":
+        """Return the same for passes over so many rows: layers that gain nothing by them keep their own forward."""
+        if num_rows not in self._of_rows:
+            self._of_rows[num_rows] = some = copy.copy(self)
+            some._entries, some._of_rows = [], {}
+            some._routes = [
+                (attributes, forward)
+                for attributes, forward in self._routes
+                if any(may_gain(way, forward.__self__.weight, num_rows) for way in WAYS[1:])
+            ]
+        return self._of_rows[num_rows]
 
     def __enter__(self) -> None:
         routes = [route for route in self._routes if "forward" not in route[0]]
@@ -82,6 +96,8 @@ class fast_linears:
 
     def restore(self) -> None:
         """Leave all entries that are still open, after an interrupt."""
+        for some in self._of_rows.values():
+            some.restore()
         while self._entries:
             self.__exit__()
 

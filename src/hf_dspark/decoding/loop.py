@@ -29,8 +29,8 @@ from .request import Call, Request
 
 
 def _locked(step: Callable[..., None]) -> Callable[..., None]:
-    """Run one step under `no_grad` with the fast CPU GEMMs, holding the target's lock. Between steps the models are
-    the caller's."""
+    """Run one step under `no_grad` with the draft's fast CPU GEMMs, holding the target's lock. Between steps the
+    models are the caller's."""
 
     @functools.wraps(step)
     def method(loop: "DecodingLoop", *args: Any) -> None:
@@ -38,10 +38,11 @@ def _locked(step: Callable[..., None]) -> Callable[..., None]:
         with loop._packed_target.lock:
             try:
                 # A cache may be continued outside of the caller's inference mode.
-                with torch.inference_mode(False), torch.no_grad(), loop._fast_linears:
+                with torch.inference_mode(False), torch.no_grad(), loop._draft_linears:
                     step(loop, *args)
             finally:  # for an interrupt while these are left
-                loop._fast_linears.restore()
+                loop._target_linears.restore()
+                loop._draft_linears.restore()
                 int8_outliers.restore()
                 torch.set_grad_enabled(gradients)
 
@@ -80,7 +81,9 @@ class DecodingLoop:
         self._device, self._dtype = drafter.device, drafter.dtype
         self._input_device = support.input_device
         self._has_outliers = support.has_outliers
-        self._fast_linears = fast_linears(*support.linears, drafter.draft)
+        self._draft_linears = fast_linears(drafter.draft, support.lm_head)  # which it borrows
+        self._target_linears = fast_linears(*support.linears)
+        self._is_compiled = drafter.compiled_target is not None  # its graphs are of layers that are routed
 
     @_locked
     def run_round(self) -> None:
@@ -156,7 +159,8 @@ class DecodingLoop:
             inputs["logits_to_keep"] = 0  # all of them
         # LLM.int8 looks for outliers in a whole prompt, but in each generated token by itself.
         outliers = outliers_of_each(() if verifying else layout.counts) if self._has_outliers else nullcontext()
-        with outliers:
+        linears = self._target_linears if self._is_compiled else self._target_linears.of_rows(len(tokens))
+        with outliers, linears:
             outputs = self._packed_target(
                 self.cache,
                 layout,
