@@ -29,6 +29,7 @@ from hf_dspark import (
     evaluate,
     generate_many,
 )
+from hf_dspark.scheduling import scheduler
 from hf_dspark.scheduling.step_costs import experience_of
 from tests.decoding.test_assistant_draft import encoder_decoder
 from tests.decoding.test_checks import REFUSED, SAMPLED, Counter
@@ -276,9 +277,11 @@ def test_a_block_leaves_behind_what_was_there(target, draft, prompts):
     assert assists(lookup) and not assists(draft)
 
 
-def test_calls_go_without_a_draft_that_did_not_pay_and_try_it_now_and_then(target, draft, prompts):
+def test_calls_go_without_a_draft_that_did_not_pay_and_try_it_now_and_then(target, draft, prompts, monkeypatch):
     skipped = experience_of(target, draft).skipped
-    skipped._wait, skipped.gain, skipped.paid = skipped.most, 1.0, 0.1  # looking again was in vain, as was lookup
+    skipped._wait, skipped.gain, skipped.paid = skipped.most, 1.0, 0.9  # looking again was in vain, as was lookup
+    for weight in ("PAID_WEIGHT", "LOOKUP_WEIGHT"):  # whatever times this machine measures
+        monkeypatch.setattr(scheduler, weight, 0.0)
     batch = padded(prompts[:1]) | GREEDY
     expected = outcome(target, batch)
     with attach(target, draft) as attached, pytest.warns(UserWarning, match="drafting has not paid"):
