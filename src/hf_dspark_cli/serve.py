@@ -80,7 +80,7 @@ class _Manager(GenerateManager):
 
 
 class _Client:
-    """Who waits for a whole answer: a streamer that ends it once nobody does."""
+    """A client that waits for a whole answer: a streamer that ends the answer once the client is gone."""
 
     is_gone = False
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .small_batch_gemm import WAYS, PackedWeight, may_gain, small_batch_linear
+from .small_batch_gemm import MAX_ROWS, WAYS, PackedWeight, may_gain, small_batch_linear
 
 Route = tuple[dict[str, Any], types.MethodType]  # a layer's attributes, and the forward that replaces its own
 
@@ -58,6 +58,7 @@ class fast_linears:
 
     def of_rows(self, num_rows: int) -> "fast_linears":
         """Return the same for passes over so many rows: layers that gain nothing by them keep their own forward."""
+        num_rows = min(num_rows, MAX_ROWS + 1)  # more are alike
         if num_rows not in self._of_rows:
             self._of_rows[num_rows] = some = copy.copy(self)
             some._entries, some._of_rows = [], {}

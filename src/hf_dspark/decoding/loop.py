@@ -83,7 +83,6 @@ class DecodingLoop:
         self._has_outliers = support.has_outliers
         self._draft_linears = fast_linears(drafter.draft, support.lm_head)  # which it borrows
         self._target_linears = fast_linears(*support.linears)
-        self._is_compiled = drafter.compiled_target is not None  # its graphs are of layers that are routed
 
     @_locked
     def run_round(self) -> None:
@@ -159,7 +158,9 @@ class DecodingLoop:
             inputs["logits_to_keep"] = 0  # all of them
         # LLM.int8 looks for outliers in a whole prompt, but in each generated token by itself.
         outliers = outliers_of_each(() if verifying else layout.counts) if self._has_outliers else nullcontext()
-        linears = self._target_linears if self._is_compiled else self._target_linears.of_rows(len(tokens))
+        linears = self._target_linears
+        if self.drafter.compiled_target is None:  # whose graphs are of layers that are routed
+            linears = linears.of_rows(len(tokens))
         with outliers, linears:
             outputs = self._packed_target(
                 self.cache,

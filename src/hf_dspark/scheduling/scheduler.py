@@ -355,14 +355,14 @@ class Scheduler(Policy):
         is_usual = outcome.request_ids == self._load.request_ids and set(outcome.request_ids) <= set(self._served)
         if self._experience is not None and is_usual:
             self._experience.costs.observe(self._load, outcome)
-        if is_usual and self.cost is not None:
-            brought = (1 + _mean(outcome.num_accepted)) * self._cost_of(self._load).plain_seconds(self._load)
-            self._skipped.paid += PAID_WEIGHT * (brought / outcome.seconds - self._skipped.paid)
-        if not outcome.drafted and self.cost is not None:
-            cost, tokens = self._cost_of(self._load), 1 + _mean(outcome.num_accepted)
-            taken = float(cost.round_seconds(self._load, int(outcome.lengths.sum()))[-1]) - cost.drafting
-            gain = tokens * cost.plain_seconds(self._load) / taken
-            self._skipped.gain += LOOKUP_WEIGHT * (gain - self._skipped.gain)
+        if self.cost is not None:
+            cost = self._cost_of(self._load)
+            brought = (1 + _mean(outcome.num_accepted)) * cost.plain_seconds(self._load)
+            if is_usual:
+                self._skipped.paid += PAID_WEIGHT * (brought / outcome.seconds - self._skipped.paid)
+            if not outcome.drafted:
+                taken = float(cost.round_seconds(self._load, int(outcome.lengths.sum()))[-1]) - cost.drafting
+                self._skipped.gain += LOOKUP_WEIGHT * (brought / taken - self._skipped.gain)
         self._served, confidence = outcome.request_ids, outcome.confidence
         if outcome.is_tail:
             self._tails.observe(outcome)
