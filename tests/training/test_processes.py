@@ -75,7 +75,7 @@ def test_the_manuals_torchrun_line_trains_in_two_processes(tmp_path, tokenizer):
         line = line.replace(words, str(tmp_path / path))
     options = "--max_steps 2 --num_hidden_layers 1 --markov_rank 4 --block_size 3 --target_layer_ids 0 2 --use_cpu"
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", *line.split()[1:], *options.split()]
-    done = subprocess.run(torchrun, env=ENVIRONMENT, capture_output=True, text=True)
+    done = subprocess.run(torchrun, env=ENVIRONMENT, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr[-5000:]
     result = json.loads((tmp_path / "draft" / "results" / "training.json").read_text())
     assert result["steps"] == 2 and result["arguments"]["processes"] == 2
