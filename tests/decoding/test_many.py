@@ -362,6 +362,14 @@ def test_progress_is_shown_on_terminals_only(pair, capsys, monkeypatch):
         assert ("prompt" in capsys.readouterr().err) == (is_terminal and progress)
 
 
+def test_without_progress_no_bar_is_made_whose_lock_an_interrupt_could_leave_held(pair, monkeypatch):
+    monkeypatch.setattr("hf_dspark.decoding.many.tqdm", None)
+    options = {"processing_class": None, "max_new_tokens": 3}
+    assert len(list(generate_many(*pair, [[1], [2]], progress=False, **options))) == 2
+    with pytest.raises(TypeError):
+        generate_many(*pair, [[1], [2]], progress=True, **options)
+
+
 def test_a_processor_that_finds_out_the_prompts_length_has_one_for_each_prompt(many, assert_alone, prompts):
     class Finds(LogitsProcessor):
         length = None

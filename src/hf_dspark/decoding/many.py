@@ -109,8 +109,11 @@ def generate_many(
     refuse_made_here("generate_many", target, generate_kwargs)
     cutoff = cutoff_of(target, generate_kwargs, generate_kwargs.get("generation_config"))
     options = generate_kwargs | {"custom_generate": prepare_with(draft, batch_size, decoding, cutoff)}
-    queue = _Queue(target, draft, prompts, processing_class, batch_size, options, prefixes)
-    return queue.run(progress)
+    completions = _Queue(target, draft, prompts, processing_class, batch_size, options, prefixes).run()
+    if not progress:  # an interrupt must not leave the lock of all bars held
+        return completions
+    total = len(prompts) if isinstance(prompts, Sized) else None
+    return iter(tqdm(completions, total=total, unit="prompt", disable=None))
 
 
 def refuse_made_here(caller: str, target: PreTrainedModel, generate_kwargs: Mapping[str, Any], **cures: str) -> None:
@@ -177,7 +180,6 @@ class _Queue:
     ) -> None:
         self._tokenizer = tokenizer = tokenizer_of(tokenizer)
         self._target, self._batch_size = target, batch_size
-        self._total = len(prompts) if isinstance(prompts, Sized) else None
         self._prompts = enumerate(prompts)
         self._running: list[_Job] = []
         self._returned: deque[_Job] = deque()
@@ -196,25 +198,22 @@ class _Queue:
         drafter, on_end = Drafter(target, draft, call, SlotCache()), None if prefixes is None else self._keep
         self._loop = DecodingLoop(drafter, call, SlotCache(), on_end=on_end)
 
-    def run(self, progress: bool) -> Iterator[Completion]:
-        with tqdm(total=self._total, disable=None if progress else True, unit="prompt") as bar:
-            while True:
-                new: list[_Job] = []
-                while len(self._running) + len(new) < self._batch_size and (job := self._take()) is not None:
-                    if job.error is None:
-                        new.append(job)
-                    else:
-                        bar.update()
-                        yield self._completion(job)
-                if not self._running and not new:
-                    return
-                self._running += new
-                if (shortage := self._advance(new)) is not None:
-                    self._make_room(shortage)
-                for job in [job for job in self._running if job.request.ended]:
-                    self._running.remove(job)
-                    bar.update()
+    def run(self) -> Iterator[Completion]:
+        while True:
+            new: list[_Job] = []
+            while len(self._running) + len(new) < self._batch_size and (job := self._take()) is not None:
+                if job.error is None:
+                    new.append(job)
+                else:
                     yield self._completion(job)
+            if not self._running and not new:
+                return
+            self._running += new
+            if (shortage := self._advance(new)) is not None:
+                self._make_room(shortage)
+            for job in [job for job in self._running if job.request.ended]:
+                self._running.remove(job)
+                yield self._completion(job)
 
     def _take(self) -> _Job | None:
         """Return the next prompt, prepared or with its error; `None` when there is none, at present or at all."""
