@@ -5,7 +5,6 @@ are `[R, heads, width, size]`, keys and values `[R, key_heads, slots, size]`, ou
 """
 
 import functools
-from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -35,13 +34,16 @@ def grouped_attention(
     The mask is [`fold_mask`]'s, `[R, 1, group * width or width, slots]`; one that is not repeated is not folded. With
     `is_causal`, query i sees slots 0..i.
     """
-    group, width = query.shape[1] // key.shape[1], query.shape[2]
-    attend = partial(F.scaled_dot_product_attention, dropout_p=dropout, scale=scaling, is_causal=is_causal)
+    num_rows, heads, width, size = query.shape
+    group = heads // key.shape[1]
     is_folded = folded_group(query, key) > 1 if mask is None else mask.shape[2] != width
-    if is_causal or not is_folded:
-        return attend(query, key, value, attn_mask=mask, enable_gqa=group > 1)
-    query = query.unflatten(1, (-1, group)).flatten(2, 3)
-    return attend(query, key, value, attn_mask=mask).unflatten(2, (group, width)).flatten(1, 2)
+    if is_folded := is_folded and not is_causal:
+        query = query.reshape(num_rows, key.shape[1], group * width, size)
+    options = {"dropout_p": dropout, "scale": scaling, "is_causal": is_causal}
+    attended = F.scaled_dot_product_attention(
+        query, key, value, attn_mask=mask, enable_gqa=group > 1 and not is_folded, **options
+    )
+    return attended.reshape(num_rows, heads, width, -1) if is_folded else attended
 
 
 def fold_mask(mask: torch.Tensor | None, group: int, dtype: torch.dtype) -> torch.Tensor | None:

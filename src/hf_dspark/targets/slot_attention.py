@@ -42,6 +42,13 @@ class _Pass:
     ignores_caps: bool = False  # as the target's own attention does
     # Each mask is folded once, and kept so that its id is not used again.
     folded: dict[tuple[int, int], tuple[torch.Tensor | None, ...]] = field(default_factory=dict)
+    usual: dict[torch.device, torch.Tensor | None] = field(default_factory=dict)
+
+    def usual_mask(self, device: torch.device) -> torch.Tensor | None:
+        """Return the mask of a layer that is given none."""
+        if device not in self.usual:
+            self.usual[device] = slot_mask(device=device)
+        return self.usual[device]
 
     def fold(self, mask: torch.Tensor | None, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor | None:
         width, group = self.layout.width, folded_group(query, key)
@@ -55,6 +62,9 @@ class _Pass:
 
 
 class _CompiledPass(_Pass):
+    def usual_mask(self, device: torch.device) -> torch.Tensor:
+        return slot_mask(device=device)
+
     def fold(self, mask: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
         return fold_mask(mask, folded_group(query, key), query.dtype)
 
@@ -91,7 +101,7 @@ def slot_attention(
     running = _running_pass()
     layout, rows = running.layout, running.layout.to_rows(query)
     if attention_mask is None:
-        attention_mask = slot_mask(device=key.device)  # the target may have asked for none
+        attention_mask = running.usual_mask(key.device)
     if running.ignores_caps:
         softcap = None
     if softcap is None and s_aux is None and not layout.singly:
