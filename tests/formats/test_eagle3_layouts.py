@@ -126,6 +126,12 @@ def test_a_whole_vocabulary_may_be_numbered_anew(tmp_path):
     folder = changed(tmp_path, "specforge", more=more, draft_vocab_size=24)
     draft = Eagle3DraftModel.from_pretrained(folder).bind(make_target())
     assert torch.equal(draft.draft_token_ids(), order) and torch.equal(draft.lm_head.weight, head)
+    stored = load_file(folder / "model.safetensors") | {"d2t": more["d2t"].int(), "t2d": more["t2d"].byte()}
+    save_file(stored, folder / "model.safetensors")
+    assert Eagle3DraftModel.from_pretrained(folder).d2t.equal(draft.d2t)
+    save_file(stored | {"fc.bias": head[0]}, folder / "model.safetensors")
+    with pytest.raises(ValueError, match="unexpected: fc.bias. Check attention_bias"):  # not: it is quantised
+        Eagle3DraftModel.from_pretrained(folder)
 
 
 def test_norms_of_queries_and_keys_are_told_by_the_tensors(tmp_path):
