@@ -113,6 +113,15 @@ def test_columns_of_one_meaning_that_disagree_are_refused_by_name(name):
         tokenize_example({"question": "q", "answer": 42}, make_tokenizer())
 
 
+def test_thoughts_beside_an_answer_are_part_of_it():
+    tokenizer = make_tokenizer(CHATML.replace("{{ m.content }}", "{{ m.reasoning_content }}{{ m.content }}"))
+    for asked in ({"question": "q"}, {"messages": [ASKED]}):
+        row = tokenize_example(asked | {"reasoning_content": "hm, ", "answer": "so"}, tokenizer)
+        assert supervised(row, tokenizer) == ["hm, so<|im_end|>"]
+    with pytest.raises(ValueError, match="'reasoning_content' stands beside a prompt that is a text"):
+        tokenize_example({"prompt": "q", "completion": "so", "reasoning_content": "hm"}, tokenizer)
+
+
 def test_a_message_of_a_tree_is_no_text_to_train_on():
     with pytest.raises(ValueError, match="a text with a role is one message"):
         tokenize_example({"text": "what is up", "role": "prompter", "parent_id": None}, make_tokenizer())

@@ -144,25 +144,23 @@ def _messages(given: Mapping[str, Any], chat: Chat) -> Tokens:
     talk = conversation(given, "messages")
     said = next((name for name in ("completion", "answer") if name in given), None)
     if said is not None and talk and talk[-1]["role"] != "assistant":
-        answer = answer_of(given, said)
-        talk += [{"role": "assistant", "content": answer}] if isinstance(answer, str) else answer
+        talk += answer_of(given, said)
     return chat.mark_answers(talk, finished=given.get("finished", True))
 
 
 def _prompt_and_completion(given: Mapping[str, Any], chat: Chat) -> Tokens:
     asked, said = ("prompt", "completion") if {"prompt", "completion"} <= given.keys() else ("question", "answer")
     asked = asked if asked in given else "prompt"
-    prompt, completion, finished = given[asked], answer_of(given, said), given.get("finished", True)
-    if said == "answer" and chat.tokenizer.chat_template:
-        prompt = conversation(given, asked)
-        completion = [{"role": "assistant", "content": completion}] if isinstance(completion, str) else completion
+    is_chat = said == "answer" and bool(chat.tokenizer.chat_template)
+    prompt = conversation(given, asked) if is_chat else given[asked]
+    completion, finished = answer_of(given, said, as_text=not is_chat), given.get("finished", True)
     if isinstance(prompt, str) != isinstance(completion, str):
         kinds = " and ".join(type(each).__name__ for each in (prompt, completion))
         raise ValueError(f"{asked} and {said} must be two strings or two lists of messages, got {kinds}")
     if not isinstance(prompt, str):
         prompt = conversation(given, asked)
         return chat.mark_answers(prompt + completion, len(prompt), finished)
-    if name := next((name for name in ("system", "history") if given.get(name)), None):
+    if name := next((name for name in ("system", "history", "reasoning_content") if given.get(name)), None):
         raise ValueError(f"{name!r} stands beside a prompt that is a text: pass 'messages', or a 'question'")
     prompt_ids, end = chat.prompt_ids(prompt), chat.tokenizer.eos_token_id
     completion_ids, whole = chat.rendered_ids(completion), chat.prompt_ids(prompt + completion)

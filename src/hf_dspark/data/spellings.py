@@ -92,11 +92,14 @@ def only(given: Mapping[str, Any], name: str) -> Any:
     return given[name]
 
 
-def answer_of(given: Mapping[str, Any], name: str) -> str | Messages:
-    """Return an answer or completion, a text or messages."""
+def answer_of(given: Mapping[str, Any], name: str, as_text: bool = False) -> Any:
+    """Return an answer or completion: messages, or its text if it is one and that is wanted."""
     if not isinstance(answer := only(given, name), str | list | tuple | Mapping):
         raise ValueError(f"{name} must be a text or messages, got {shortened(answer)}")
-    return answer if isinstance(answer, str) else read_messages(answer)
+    if not isinstance(answer, str):
+        return read_messages(answer)
+    thoughts = {key: given[key] for key in ("reasoning_content",) if key in given}
+    return answer if as_text else read_messages([{"role": "assistant", "content": answer} | thoughts])
 
 
 def conversation(given: Mapping[str, Any], name: str) -> Messages:
