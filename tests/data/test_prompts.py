@@ -171,6 +171,21 @@ def test_messages_and_texts_go_through_the_template_once(chat_tokenizer):
         token_ids(Prompt("what is"), None)
 
 
+@pytest.mark.parametrize(
+    ("columns", "expected"),
+    [
+        ({"loss_mask": [0, 0, 1, 1, 0]}, [1, 2]), ({"labels": [-100, 2, -100, 4, 5]}, [1, 2, 3]),
+        ({"labels": [-100, -100, -100, 0, 5], "input_ids": [1, 2, 3, 0, 5]}, [1, 2, 3]),
+        ({"attention_mask": [0, 1, 1, 1, 1], "completion_mask": [0, 0, 0, 1, 1]}, [2, 3]),
+        ({"loss_mask": [0] * 5}, [1, 2, 3, 4, 5]), ({"loss_mask": [1] * 5}, [1, 2, 3, 4, 5]),
+    ],
+)  # fmt: skip
+def test_tokens_with_a_mask_are_asked_up_to_their_last_answer(columns, expected):
+    assert read_prompt({"input_ids": [1, 2, 3, 4, 5]} | columns).content == expected
+    with pytest.raises(ValueError, match="has 2 places for 5 tokens"):
+        read_prompt({"input_ids": [1, 2, 3, 4, 5]} | columns | {next(iter(columns)): [0, 1]})
+
+
 def test_a_text_that_a_template_has_begun_begins_once(chat_tokenizer):
     chat_tokenizer.bos_token, first = "<unk>", chat_tokenizer.convert_tokens_to_ids("<unk>")
     begin = processors.TemplateProcessing(single="<unk> $A", special_tokens=[("<unk>", first)])

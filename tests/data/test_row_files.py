@@ -178,6 +178,7 @@ def test_what_cannot_be_read_is_named_with_its_file_and_line(kind, tmp_path):
         ("a.xlsx", b"PK\x03\x04....", "a.xlsx is a zip archive"),
         ("a.arrow", b"ARROW1..", "a.arrow is an Arrow file"),
         ("a.csv", b'prompt\n"a', "a.csv cannot be read as CSV"),
+        ("a.csv", b"prompt,prompt\na,b\n", "a.csv: its first line names 'prompt' twice"),
         ("a.csv", b"prompt\n\xff", "a.csv cannot be read as CSV"),
         ("a.csv", b"prompt,completion\na\n", "a.csv holds no prompt.*line 2 has not as many fields as the first"),
         ("a.jsonl", '"half'.encode("utf-16")[:-1], "a.jsonl cannot be unpacked or decoded"),

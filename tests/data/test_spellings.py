@@ -21,7 +21,7 @@ LOOKING = {"role": "assistant", "tool_calls": [{"type": "function", "function": 
 CALLING = [ASKED, LOOKING, message("tool", "grey"), SAID]
 SPEAKERS = (
     ("human", "gpt"), ("user", "assistant"), ("Human", "chatgpt"), ("prompter", "bing"), ("user", "bard"),
-    ("User", "Assistant"), ("human", "model"), ("user", "bot"), ("user", "chatbot"), ("user", "ai"),
+    ("User", "Assistant"), ("human", "model"), ("user", "bot"), ("user", "chatbot"), ("user", "ai"), ("user", "gpt\n"),
 )  # fmt: skip
 
 
@@ -56,6 +56,12 @@ ONE_TURN = {
     },
     "prompt and completion": {"prompt": [ASKED], "completion": [SAID]},
     "prompt and chosen": {"prompt": [ASKED], "chosen": [SAID], "rejected": [message("assistant", "no")]},
+    "messages and a chosen one": {"conversations": said_by("human", "gpt")[:1], "chosen": said_by("human", "gpt")[1]},
+    "prompt and a chosen message": {"prompt": [ASKED], "chosen": SAID, "rejected": message("assistant", "no")},
+    "messages and completion": {"messages": [ASKED], "completion": [SAID]},
+    **{f"messages and {said}": {"messages": [ASKED], said: SAID["content"]} for said in COLUMNS["answer"]},
+    "a copy under another name": {"query": ASKED["content"], "question": ASKED["content"], "problem": "",
+                                  "answer": "", "response": SAID["content"], "output": SAID["content"]},
     "a whole conversation is chosen": {"prompt": "what", "chosen": [ASKED, SAID], "rejected": [ASKED]},
     "chosen alone": {"chosen": [ASKED, SAID], "rejected": [ASKED]},
     **{f"{asked} and {said}": {asked: ASKED["content"], said: SAID["content"]}
@@ -90,6 +96,30 @@ def test_what_stands_beside_a_question_is_read_below_it(asked, more):
     tokenizer = make_tokenizer()
     row = tokenize_example({asked: "is", more: "it?", "answer": SAID["content"]}, tokenizer)
     assert row == tokenize_example({"messages": [message("user", "is\n\nit?"), SAID]}, tokenizer)
+
+
+@pytest.mark.parametrize("name", ["question", "answer", "completion"])
+def test_columns_of_one_meaning_that_disagree_are_refused_by_name(name):
+    row = {"question": "q", "answer": "42"} if name != "completion" else {"prompt": "q", "completion": "42"}
+    for other in set(COLUMNS[name]) - {"input"}:
+        with pytest.raises(ValueError, match=f"'{name}' is .*, but '{other}' is 'more': drop the column"):
+            tokenize_example(row | {other: "more"}, make_tokenizer())
+        if name == "question":
+            with pytest.raises(ValueError, match="drop the column"):
+                read_prompt(row | {other: "more"})
+        else:
+            assert read_prompt(row | {other: "more"}).content  # of no concern to a prompt
+    with pytest.raises(ValueError, match="answer must be a text or messages, got 42"):
+        tokenize_example({"question": "q", "answer": 42}, make_tokenizer())
+
+
+def test_thoughts_beside_an_answer_are_part_of_it():
+    tokenizer = make_tokenizer(CHATML.replace("{{ m.content }}", "{{ m.reasoning_content }}{{ m.content }}"))
+    for asked in ({"question": "q"}, {"messages": [ASKED]}):
+        row = tokenize_example(asked | {"reasoning_content": "hm, ", "answer": "so"}, tokenizer)
+        assert supervised(row, tokenizer) == ["hm, so<|im_end|>"]
+    with pytest.raises(ValueError, match="'reasoning_content' stands beside a prompt that is a text"):
+        tokenize_example({"prompt": "q", "completion": "so", "reasoning_content": "hm"}, tokenizer)
 
 
 def test_a_message_of_a_tree_is_no_text_to_train_on():
@@ -135,6 +165,11 @@ OF_TOOLS = {
     "LLaMA-Factory's": [
         {"from": "human", "value": ASKED["content"]}, {"from": "function_call", "value": json.dumps(LOOK)},
         {"from": "observation", "value": "grey"}, {"from": "gpt", "value": SAID["content"]}],
+    "Llama's names": [ASKED, {"role": "assistant", "tool_calls": [{"name": "look", "parameters": {"at": "sky"}}]},
+                      message("ipython", "grey"), SAID],
+    "Anthropic's names": [ASKED, {"role": "assistant", "tool_calls": [{"name": "look", "input": {"at": "sky"}}]},
+                          message("tool_result", "grey"), SAID],
+    "functions": [ASKED, {"role": "assistant", "function_call": LOOK}, message("function", "grey"), SAID],
     "ms-swift's": [ASKED, message("tool_call", json.dumps(LOOK)), message("tool_response", "grey"), SAID],
 }  # fmt: skip
 
@@ -358,6 +393,7 @@ JOINING = CHATML.replace("{{ m.content }}", JOINED)
 ADDED = "{{ m.content + '<call>' + (m.tool_calls[0].function.arguments | tojson) if m.tool_calls }}" + (
     "{{ m.tool_calls[0].function.name if m.tool_calls }}"
 )
+THOUGHT = {"type": "thinking", "thinking": "hm"}
 ADDING = CHATML.replace("{{ m.content }}", "{{ m.content }}" + ADDED)
 
 
@@ -384,6 +420,10 @@ def test_a_conversation_is_spelt_as_the_template_needs_it(template, talk, expect
     [
         (NAMED, [message("critic", "be brief"), ASKED, SAID], "leaves out message 0, of role 'critic'"),
         (CHATML, CALLING, "leaves out the tool calls of message 1"),
+        *(
+            (CHATML, [ASKED, message("assistant", said)], "leaves out the thoughts of message 1 .it may read 'reas.*")
+            for said in ([THOUGHT, *parts("so")], THOUGHT, ["so", THOUGHT])
+        ),
         ("look at tools, look: " + CHATML, CALLING, "leaves out the tool calls of message 1"),
     ],
 )

@@ -294,6 +294,12 @@ SPECFORGE = (
         "RadixArk", "RadixArk/Qwen3.8-27B-DSpark", "SpecForge", "DSpark",
         flat(rope_theta=None, rope_parameters=YARN, **HEADS), {"rope_parameters": YARN, "block_size": 7},
     ),
+    PublicConfig(
+        "verl-SpeCo", "verl_speco/models/dspark/configuration_dspark.py", "verl-SpeCo", "DSpark",
+        SIZES | BLOCK | HEADS | {"architectures": ["DSparkDraftModel"], "model_type": "dspark", "rope_theta": 10000.0,
+                                 "target_hidden_size": 2560, "target_num_hidden_layers": 36, "num_context_layers": 5},
+        ANCHORED | {"rope_parameters": {"rope_theta": 10000.0, "rope_type": "default"}},
+    ),
 )  # fmt: skip
 
 LFM: Config = {

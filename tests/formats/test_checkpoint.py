@@ -292,16 +292,25 @@ KINDS = [
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_names_of_wrappers_and_remnants_of_old_versions_are_passed_over(tmp_path, kind):
-    """As torch.compile, DDP and trainers leave them."""
+    """As torch.compile, FSDP, DDP, PEFT and trainers leave them."""
     folder = tmp_path / "draft"
     shutil.copytree(FIXTURES / kind, folder)
     plain, stored = load_draft(folder).state_dict(), load_file(folder / "model.safetensors")
-    for wrapper in ("_orig_mod.", "module.", "draft_model.", "model.", "module._orig_mod.draft_model."):
-        tensors = {f"{wrapper}{name}": tensor for name, tensor in stored.items()}
-        inv_freq = {f"{wrapper}{place}rotary_emb.inv_freq": torch.ones(6) for place in ("", "layers.0.self_attn.")}
-        save_file(tensors | inv_freq, folder / "model.safetensors", {"format": "pt"})
+    wrappers = "_orig_mod. module. draft_model. model. module._orig_mod.draft_model. draft. drafter. base_model.model."
+    for wrapper in (*wrappers.split(), "eagle_module.", "_fsdp_wrapped_module."):
+        within = "_checkpoint_wrapped_module._fsdp_wrapped_module." if wrapper.startswith("_") else ""
+        tensors = {f"{wrapper}{name}".replace(".mlp.", f".{within}mlp."): tensor for name, tensor in stored.items()}
+        remnants = {f"{wrapper}{place}rotary_emb.inv_freq": torch.ones(6) for place in ("", "layers.0.self_attn.")}
+        remnants |= {f"{wrapper}verifier_{name}.weight": torch.ones(6) for name in ("norm", "lm_head")}
+        save_file(tensors | remnants, folder / "model.safetensors", {"format": "pt"})
         found = load_draft(folder).state_dict()
         assert found.keys() == plain.keys() and all(torch.equal(found[name], plain[name]) for name in plain)
     save_file({f"other.{name}": tensor for name, tensor in stored.items()}, folder / "model.safetensors")
     with pytest.raises(ValueError, match="those of 0 layers.*their names are other\\."):
+        load_draft(folder)
+    save_file(stored | {"ema.decay": torch.ones(6)}, folder / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ValueError, match="unexpected: ema.decay. No key decides about them$"):
+        load_draft(folder)
+    (folder / "model.safetensors").rename(folder / "draft.safetensors")
+    with pytest.raises(ValueError, match="It has draft.safetensors: a single file is called model.safetensors"):
         load_draft(folder)

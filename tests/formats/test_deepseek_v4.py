@@ -28,6 +28,7 @@ DSPARK = {
     "dspark_markov_rank": RANK,
 }  # fmt: skip
 PROMPTS = [[3, 9, 12, 30, 7, 7, 21], [5, 11], [11, 4, 8, 8, 25, 13, 17, 31, 22, 6, 5, 39]]
+VANILLA = {"dspark_markov_head_type": "vanilla", "dspark_enable_confidence_head": True}  # as SGLang reads them
 # Of transformers' layers, and as DeepSeek's files have them.
 NAMES = {
     "self_attn.": "attn.", "mlp.": "ffn.", "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm",
@@ -125,7 +126,7 @@ def reference():
 @torch.no_grad()
 def test_a_carried_draft_computes_what_transformers_layers_do(tmp_path, target, reference, prefix):
     tensors = {name.replace("mtp.", prefix): tensor for name, tensor in reference.tensors().items()}
-    draft = DSparkDraftModel.from_pretrained(write(tmp_path, tensors), target=target).bind(target)
+    draft = DSparkDraftModel.from_pretrained(write(tmp_path, tensors, **VANILLA), target=target).bind(target)
     ids, features = torch.tensor([8, *[NOISE] * (GAMMA - 1)]), torch.randn(1, 11, 64)
     hidden = draft.read_block(new_context(ids[:1], features, SlotCache()))
     expected = reference(target.get_input_embeddings()(ids)[None], features)
@@ -194,6 +195,7 @@ def test_quantised_tensors_are_read_as_their_values(tmp_path, reference):
         ("nothing", {"q_lora_rank": 9}, "q_lora_rank"),
         ("nothing", {"routed_scaling_factor": 2.5}, r"routed_scaling_factor is 2.5, not one of"),
         ("nothing", {"scoring_func": "sigmoid"}, "scoring_func is 'sigmoid', not one of"),
+        ("nothing", {"dspark_markov_head_type": "gated"}, "dspark_markov_head_type is 'gated', not one of"),
         ("nothing", {"dspark_gate": True}, "dspark_gate is True, and nothing here computes"),
         ("nothing", {"dspark_block_size": None}, "'deepseek_v4' model .* which is no DSpark draft"),
         ("more", {}, "unexpected: mtp.0.enorm.weight"),

@@ -63,6 +63,9 @@ def test_taps_count_as_each_project_does():
     for key, ids, expected in (
         ("eagle_config.eagle_aux_hidden_state_layer_ids", [7, 1, 4], [1, 4, 7]),
         ("aux_hidden_states_layer_ids", [1, 4, 7], [1, 4, 7]),
+        ("target_layer_ids", [1, 4, 7], [1, 4, 7]),
+        ("target_hidden_layer_ids", [1, 4, 7], [1, 4, 7]),
+        ("eagle_config.target_hidden_layer_ids", [1, 4, 7], [1, 4, 7]),
         ("eagle_aux_hidden_state_layer_ids", [2, 5, 8], [1, 4, 7]),
     ):
         assert read(with_place(flat, key, ids))["target_layer_ids"] == expected
@@ -70,6 +73,14 @@ def test_taps_count_as_each_project_does():
     both = with_place(flat, "eagle_config.eagle_aux_hidden_state_layer_ids", [2, 5, 8])
     with pytest.raises(ValueError, match="counts layers from the embedding on"):
         read(both | {"eagle_aux_hidden_state_layer_ids": [2, 5, 8]})
+
+
+@pytest.mark.parametrize(("ids", "count"), [([1, 2, 3, 5, 7], 5), ([1, 4], 2), (None, 3)])
+def test_the_number_of_taps_is_that_of_the_layers_named(ids, count):
+    config = BASES["safeailab"] | {"target_layer_ids": ids}
+    assert read(config | {"num_aux_hidden_states": count}) == read(config)
+    with pytest.raises(ValueError, match="num_aux_hidden_states is not the number"):
+        read(config | {"num_aux_hidden_states": 4})
 
 
 @pytest.mark.parametrize("depth", [5, 6])
@@ -115,6 +126,12 @@ def test_a_whole_vocabulary_may_be_numbered_anew(tmp_path):
     folder = changed(tmp_path, "specforge", more=more, draft_vocab_size=24)
     draft = Eagle3DraftModel.from_pretrained(folder).bind(make_target())
     assert torch.equal(draft.draft_token_ids(), order) and torch.equal(draft.lm_head.weight, head)
+    stored = load_file(folder / "model.safetensors") | {"d2t": more["d2t"].int(), "t2d": more["t2d"].byte()}
+    save_file(stored, folder / "model.safetensors")
+    assert Eagle3DraftModel.from_pretrained(folder).d2t.equal(draft.d2t)
+    save_file(stored | {"fc.bias": head[0]}, folder / "model.safetensors")
+    with pytest.raises(ValueError, match="unexpected: fc.bias. Check attention_bias"):  # not: it is quantised
+        Eagle3DraftModel.from_pretrained(folder)
 
 
 def test_norms_of_queries_and_keys_are_told_by_the_tensors(tmp_path):

@@ -197,6 +197,34 @@ def test_keys_that_change_layers_and_are_not_read_are_refused_by_name(name, sect
             assert read(with_place(base, section + key, value)) == plain, key
 
 
+VERL = {key: value for key, value in (FLAT | FLAT["dflash_config"]).items() if key[:2] not in ("df", "pr")}
+VERL |= {"model_type": "dspark", "target_hidden_size": 32, "target_num_hidden_layers": 4, "num_context_layers": 2}
+
+
+@pytest.mark.parametrize("config", [VERL, VERL | {"num_target_layers": 2}], ids=["verl-SpeCo", "taps counted"])
+def test_a_flat_file_of_our_own_model_type_is_read_as_flat(config):
+    found, plain = read(config), read(FLAT)
+    assert {name for name in plain if found[name] != plain[name]} <= {"target_model_type"}
+
+
+@pytest.mark.parametrize("kind", [DSparkConfig, Eagle3Config])
+def test_keys_that_change_layers_are_refused_in_our_own_files_too(kind):
+    names = {field.name for field in dataclasses.fields(kind)}
+    own = kind(**{key: value for key, value in HELD.items() if key in names}).to_dict()
+    for key in UNREAD.keys() - own.keys() - OF_SECTIONS_ALONE:
+        with pytest.raises(ValueError, match=key):
+            kind.from_dict(own | {key: UNREAD[key]})
+    base = own["rope_parameters"]["rope_theta"]
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+    for earlier in ({"rope_theta": 5000.0}, {"rope_scaling": yarn}, {"rope_scaling": yarn, "rope_theta": base}):
+        with pytest.raises(ValueError, match="rotary parameters in .* disagree"):
+            kind.from_dict(own | earlier)
+        alone = {"rope_theta": base} | earlier
+        expected = {"rope_theta": alone["rope_theta"]} | alone.get("rope_scaling", {"rope_type": "default"})
+        assert kind.from_dict(own | alone | {"rope_parameters": None}).rope_parameters == expected
+    assert kind.from_dict(own | {"rope_theta": base, "rope_scaling": None}).to_dict() == own
+
+
 @pytest.mark.parametrize("section", ["dflash_config", "dspark_config"])
 def test_unknown_keys_of_a_drafts_own_section_are_refused_by_name(section):
     with pytest.raises(ValueError, match=f"{section}.new_feature is 3"):

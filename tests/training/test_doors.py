@@ -55,6 +55,14 @@ def test_predict_names_rows_that_cannot_be_used(make_trainer):
             trainer.predict(given)
 
 
+@pytest.mark.parametrize("names", [["one", "two"], []])
+def test_a_set_of_another_name_is_refused_by_each_door(make_trainer, rows, names):
+    trainer = make_trainer(eval_data=dict.fromkeys(names, rows) or rows)
+    for ask in (trainer.evaluate, trainer.predict):
+        with pytest.raises(ValueError, match=rf"a dictionary with 'three', it has \[{str(names)[1:-1]}\]"):
+            ask("three")
+
+
 def test_callbacks_get_the_metrics_of_blocks(make_trainer, rows):
     seen = {}
 

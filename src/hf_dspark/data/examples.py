@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 
 from ..files import shortened
 from .conversations import Chat
-from .spellings import MASKS, canonical, conversation, integers, is_row_wanted, read_messages, template_arguments
+from .spellings import MASKS, answer_of, canonical, conversation, integers, is_row_wanted, template_arguments
 
 IGNORED_LABEL = -100
 STREAM_CHECK = 1000
@@ -39,7 +39,7 @@ def tokenize_example(
     - `input_ids` with [`MASKS`] (1 where there is a loss) or `labels` (-100 where there is none): taken as they are,
       without what an `attention_mask` leaves out.
     - `prompt_ids` or `prompt` with `completion_ids` (the lines of [`regenerate`]): the completion is supervised.
-    - `messages`: the assistant's answers are.
+    - `messages`: the assistant's answers are, and an `answer` or `completion` to what they end in.
     - `prompt` with `completion`: two texts, joined as they are with an end-of-sequence token, or two lists of
       messages, of which the answers in the completion are supervised.
     - `question` or `prompt` with `answer`: what the user says, and what the assistant does.
@@ -141,23 +141,26 @@ def _prompt_and_ids(given: Mapping[str, Any], chat: Chat) -> Tokens:
 
 
 def _messages(given: Mapping[str, Any], chat: Chat) -> Tokens:
-    return chat.mark_answers(conversation(given, "messages"), finished=given.get("finished", True))
+    talk = conversation(given, "messages")
+    said = next((name for name in ("completion", "answer") if name in given), None)
+    if said is not None and talk and talk[-1]["role"] != "assistant":
+        talk += answer_of(given, said)
+    return chat.mark_answers(talk, finished=given.get("finished", True))
 
 
 def _prompt_and_completion(given: Mapping[str, Any], chat: Chat) -> Tokens:
     asked, said = ("prompt", "completion") if {"prompt", "completion"} <= given.keys() else ("question", "answer")
     asked = asked if asked in given else "prompt"
-    prompt, completion, finished = given[asked], given[said], given.get("finished", True)
-    if said == "answer" and chat.tokenizer.chat_template:
-        prompt = conversation(given, asked)
-        completion = [{"role": "assistant", "content": completion}] if isinstance(completion, str) else completion
+    is_chat = said == "answer" and bool(chat.tokenizer.chat_template)
+    prompt = conversation(given, asked) if is_chat else given[asked]
+    completion, finished = answer_of(given, said, as_text=not is_chat), given.get("finished", True)
     if isinstance(prompt, str) != isinstance(completion, str):
         kinds = " and ".join(type(each).__name__ for each in (prompt, completion))
         raise ValueError(f"{asked} and {said} must be two strings or two lists of messages, got {kinds}")
     if not isinstance(prompt, str):
         prompt = conversation(given, asked)
-        return chat.mark_answers(prompt + read_messages(completion), len(prompt), finished)
-    if name := next((name for name in ("system", "history") if given.get(name)), None):
+        return chat.mark_answers(prompt + completion, len(prompt), finished)
+    if name := next((name for name in ("system", "history", "reasoning_content") if given.get(name)), None):
         raise ValueError(f"{name!r} stands beside a prompt that is a text: pass 'messages', or a 'question'")
     prompt_ids, end = chat.prompt_ids(prompt), chat.tokenizer.eos_token_id
     completion_ids, whole = chat.rendered_ids(completion), chat.prompt_ids(prompt + completion)

@@ -10,8 +10,9 @@ from transformers import PreTrainedTokenizerBase
 
 from ..files import shortened
 from .conversations import Chat, tokenizer_of
+from .examples import IGNORED_LABEL
 from .row_files import Fault, RowFile, read_rows
-from .spellings import canonical, conversation, integers, read_messages, template_arguments
+from .spellings import MASKS, canonical, conversation, integers, read_messages, template_arguments
 
 COLUMNS = ("turns", "messages", "prompt", "question", "input_ids")
 FORMS = f"a string, token ids, messages, or an object with {', '.join(map(repr, COLUMNS[:-1]))} or 'input_ids'"
@@ -72,10 +73,14 @@ def read_prompt(row: Any, several_turns: bool = True) -> Prompt:
             raise ValueError("has several turns, which evaluate and calibrate answer: give 'messages' here")
     if name == "input_ids":
         token_ids = integers(name, value)
-        kept = integers("attention_mask", given.get("attention_mask", [1] * len(token_ids)))
-        if len(kept) != len(token_ids):
-            raise ValueError(f"attention_mask has {len(kept)} places for {len(token_ids)} tokens of 'input_ids'")
-        value = list(itertools.compress(token_ids, kept))
+        columns = {each: integers(each, given[each]) for each in ("attention_mask", *MASKS, "labels") if each in given}
+        for each, column in columns.items():
+            if len(column) != len(token_ids):
+                raise ValueError(f"{each} has {len(column)} places for {len(token_ids)} tokens of 'input_ids'")
+        kept = columns.pop("attention_mask", [1] * len(token_ids))
+        columns["labels"] = [label != IGNORED_LABEL for label in columns.get("labels", ())] or [1] * len(token_ids)
+        marked = "".join(str(int(all(flags))) for flags in zip(*columns.values(), strict=True)).rstrip("0")
+        value = list(itertools.compress(token_ids[: len(marked.rstrip("1")) or None], kept))  # up to the last answer
     tools, kwargs = template_arguments(given)
     prompt = Prompt(_content(value), tuple(later), tools, kwargs or None)
     return as_messages(prompt) if name == "turns" else prompt

@@ -95,6 +95,9 @@ def _read_csv(path: str, content: bytes, delimiter: str) -> RowFile:
     rows, faults = [], []
     try:
         reader = csv.DictReader(io.StringIO(content.decode(), newline=""), delimiter=delimiter, strict=True)
+        names = list(reader.fieldnames or ())
+        if twice := next((name for name in names if names.count(name) > 1), None):
+            raise ValueError(f"{path}: its first line names {twice!r} twice. Name each column once")
         for row in reader:
             if None in row or None in row.values():
                 faults.append(Fault(path, reader.line_num, "has not as many fields as the first line names"))

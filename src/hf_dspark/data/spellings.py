@@ -24,7 +24,8 @@ _CALLS = ("tool_call", "function_call")
 ROLES = {
     **dict.fromkeys(("human", "prompter"), "user"),
     **dict.fromkeys(("gpt", "chatgpt", "bing", "bard", "model", "bot", "chatbot", "ai"), "assistant"),
-    **dict.fromkeys(("observation", "tool_response", "function_response"), "tool"),
+    **dict.fromkeys(("observation", "function", "ipython"), "tool"),
+    **dict.fromkeys(("tool_response", "function_response", "tool_result", "function_result"), "tool"),
     **{role: role for role in ("user", "assistant", "system", "developer", "tool", *_CALLS)},
 }
 # How a message, or a row, says that it is trained on, and the value that means so.
@@ -63,7 +64,7 @@ def canonical(row: Mapping[str, Any]) -> dict[str, Any]:
             raise ValueError(f"{name!r} is given, and only text is read: leave out rows with images, videos or sound")
     for name, others in COLUMNS.items():
         if found := [given[each] for each in (name, *others) if each in given]:
-            given[name] = found[0]
+            given[name] = next((each for each in found if each != ""), "")
     for name in ("input", "context"):  # Alpaca's and Dolly's: below the instruction
         more = given.get(name)
         asked = "prompt" if given.get("question", more) is more else "question"
@@ -82,10 +83,30 @@ def canonical(row: Mapping[str, Any]) -> dict[str, Any]:
     return given
 
 
+def only(given: Mapping[str, Any], name: str) -> Any:
+    """Return a column if no other of its names says something else; more may stand below a question."""
+    for other in (each for each in COLUMNS.get(name, ()) if each in given and each != "input"):
+        if not str(given[name]).startswith(str(given[other])):
+            said, unlike = (shortened(given[each], size=60) for each in (name, other))
+            raise ValueError(f"{name!r} is {said}, but {other!r} is {unlike}: drop the column that is not meant")
+    return given[name]
+
+
+def answer_of(given: Mapping[str, Any], name: str, as_text: bool = False) -> Any:
+    """Return an answer or completion: messages, or its text if it is one and that is wanted."""
+    if not isinstance(answer := only(given, name), str | list | tuple | Mapping):
+        raise ValueError(f"{name} must be a text or messages, got {shortened(answer)}")
+    if not isinstance(answer, str):
+        return read_messages(answer)
+    thoughts = {key: given[key] for key in ("reasoning_content",) if key in given}
+    return answer if as_text else read_messages([{"role": "assistant", "content": answer} | thoughts])
+
+
 def conversation(given: Mapping[str, Any], name: str) -> Messages:
     """Return messages, or a user's, after the `system` prompt and the `history` that a row gives apart."""
-    is_text = name != "messages" and isinstance(given[name], str)
-    messages = read_messages([{"role": "user", "content": given[name]}] if is_text else given[name])
+    said = given[name] if name == "messages" else only(given, name)
+    is_text = name != "messages" and isinstance(said, str)
+    messages = read_messages([{"role": "user", "content": said}] if is_text else said)
     context, history = [], parsed(given.get("history") or [], "history")
     if given.get("system") and (not messages or messages[0]["role"] not in ("system", "developer")):
         context.append({"role": "system", "content": given["system"]})
@@ -99,6 +120,8 @@ def conversation(given: Mapping[str, Any], name: str) -> Messages:
 def read_messages(messages: Any) -> Messages:
     """Return messages as chat templates take them, from OpenAI's spelling, ShareGPT's, and their relatives."""
     messages = parsed(messages, "messages")
+    if isinstance(messages, Mapping) and isinstance(messages.get("role", messages.get("from")), str):
+        messages = [messages]
     if isinstance(messages, Mapping):
         columns = {name: value.tolist() if hasattr(value, "tolist") else value for name, value in messages.items()}
         if all(isinstance(column, list) for column in columns.values()):
@@ -128,7 +151,7 @@ def _read_message(place: int, given: Any) -> dict[str, Any]:
     says = message.keys() & {"tool_calls", "reasoning_content", "thinking", "reasoning"}
     if not isinstance(role, str) or (name is None and not says):
         raise ValueError(f"message {place} must be a dict with 'role' and 'content', got {shortened(given)}")
-    message = {"role": ROLES.get(role.lower(), role)} | message
+    message = {"role": ROLES.get(role.strip().lower(), role)} | message
     if name is not None:
         content = message.pop(name)
         message["content"] = content if message["role"] in _CALLS else _read_content(place, message["role"], content)
@@ -162,8 +185,11 @@ def _read_calls(place: int, calls: Any) -> list[dict[str, Any]]:
         function = call.get("function", call) if isinstance(call, Mapping) else None
         if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
             raise ValueError(f"message {place} must call tools by 'name' and 'arguments', got {shortened(call)}")
+        function = dict(function)
+        given = [function.pop(name) for name in ("arguments", "parameters", "input") if name in function]
+        function["arguments"] = given[0] if given else {}
         with contextlib.suppress(ValueError):
-            function = {**function, "arguments": parsed(function.get("arguments", {}), "arguments")}
+            function["arguments"] = parsed(function["arguments"], "arguments")
         read.append({**call, "function": function} if "function" in call else function)
     return read
 
@@ -172,9 +198,13 @@ def _read_calls(place: int, calls: Any) -> list[dict[str, Any]]:
 
 
 def respelt(messages: Messages) -> Iterator[Messages]:
-    """Yield what a template may need instead: `system` for `developer`, arguments as JSON; or contents as parts."""
+    """Yield what a template may need instead: `system` for `developer`, calls as those of functions, arguments as
+    JSON; or contents as parts."""
     other = [message | ({"role": "system"} if message["role"] == "developer" else {}) for message in messages]
     other = [({"content": ""} if "tool_calls" in message else {}) | message for message in other]
+    for message in (each for each in other if "tool_calls" in each):
+        calls = [call.get("function", call) for call in message["tool_calls"]]
+        message["tool_calls"] = [{"type": "function", "function": call} for call in calls]
     if other != messages:
         yield other
     if (written := map_calls(other, _with_json)) != other:
@@ -223,9 +253,12 @@ def unseen(messages: Messages, text: str, named_text: str) -> list[tuple[bool, s
         calls = [named(call.get("function", call))["name"] for call in message.get("tool_calls", ())]
         if not all(name in named_text for name in calls):
             missing.append((True, f"the tool calls of message {place}"))
+        keys = ("'text'", '"text"', "'thinking'", '"thinking"', "'reasoning'", '"reasoning"')
+        is_dumped = not isinstance(content, str) and any(f"{key}: " in text for key in keys)
+        if role == "assistant" and is_dumped:
+            missing.append((True, f"the thoughts of message {place} (it may read 'reasoning_content')"))
         if role not in ("assistant", "tool"):
             said = content if isinstance(content, str) else "".join(part.get("text", "") for part in content)
-            is_dumped = not isinstance(content, str) and any(f"{mark}text{mark}: " in text for mark in "'\"")
             if said.strip() not in text or is_dumped:
                 missing.append((role not in ("user", "system"), f"message {place}, of role {role!r}"))
     return missing
@@ -283,7 +316,8 @@ def _wishes(given: Mapping[str, Any], names: Mapping[str, int], refused: Mapping
         if isinstance(value, list | dict) or value not in meant:
             raise ValueError(
                 f"{where}{name}: {shortened(value)} cannot be honoured: answers are supervised whole or not at all; "
-                "say 'weight': 0 of messages and rows that are context only, and give tokens a 'loss_mask'"
+                "say 'weight': 0 of messages and rows that are context only, and give tokens a 'loss_mask'; "
+                "drop what means something else"
             )
         wishes += [value == names[name]] if name in names else []
     return wishes

@@ -29,14 +29,16 @@ QUANTISATION = "quantization_config"
 STS_FILE = "sts.json"  # as SGLang reads it, and with the temperatures of all domains
 # Far above what real checkpoints have; parsing takes some thirty times the bytes in memory.
 MAX_CONFIG_BYTES, MAX_INDEX_BYTES = 2**20, 2**25
-# What d2t says already, in speculators' files, and the configuration, in files of older versions of transformers.
-_NOT_OURS = re.compile(r"(^|\.)(t2d|rotary_emb\.inv_freq)$")
+# What d2t says already and what is the target's, in speculators' files, and the configuration, in files of older
+# versions of transformers.
+_NOT_OURS = re.compile(r"(^|\.)(t2d|verifier_(norm|lm_head)\.weight|rotary_emb\.(inv_freq|(cos|sin)_cached))$")
 
 _SHARD_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,200}\.safetensors")
 _PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".distcp", ".bin.index.json")
 _FLOATING = ("F64", "F32", "F16", "BF16")
 _QUANTISED = re.compile(
-    r" (U8|I8|I32|F8_\w+|F4)$|_packed|packed_|qweight|qzeros|weight_scale|input_scale|_amax|absmax|quant_state"
+    r"(?<!d2t)(?<!t2d) (U8|I8|I32|F8_\w+|F4)$|_packed|packed_|qweight|qzeros|weight_scale|input_scale|_amax|absmax"
+    r"|quant_state"
 )
 # Which fields of a configuration decide about tensors, by patterns of their names; the first one that is found.
 _FIELDS = {
@@ -60,7 +62,7 @@ _FIELDS = {
     "": ("hidden_size",),
 }
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
-_STORED_AS = {torch.int64: ("I64",), torch.bool: ("BOOL",)}
+_STORED_AS = {torch.int64: ("I64", "I32"), torch.bool: ("BOOL",)}
 
 
 class TensorInfo(NamedTuple):
@@ -160,13 +162,16 @@ class Checkpoint(os.PathLike):
         if (path := self._find(WEIGHTS_FILE)) is not None:
             return _read_header(path)
         if (index := self._find(INDEX_FILE)) is None:
-            names = ("any .bin",) if self._folder is None else map(str, self._folder.iterdir())
+            names = ["any .bin"] if self._folder is None else sorted(path.name for path in self._folder.iterdir())
             cure = "Save or download it with its weights"
             if any(name.endswith(_PICKLED) for name in names):
                 cure = (
                     "Pickled weights (.bin, .pt) can run any code, and are never loaded. Convert them where that does "
                     "no harm: safetensors.torch.save_file(torch.load(file, weights_only=True), 'model.safetensors')"
                 )
+            elif other := next((name for name in names if name.endswith(".safetensors")), None):
+                one = f"It has {other}: a single file is called {WEIGHTS_FILE}, several need their index"
+                cure = f"{one}, and an adapter is merged into its draft first (merge_and_unload)"
             raise ValueError(f"{self.name} has no {WEIGHTS_FILE} and no {INDEX_FILE} {self._where}. {cure}")
         weight_map, infos = _read_index(index), {}
         for file in sorted(set(weight_map.values())):
@@ -237,13 +242,14 @@ class Checkpoint(os.PathLike):
             whole = [name for name in names if (match := _LAYER.search(name)) and match[1] in ours ^ theirs]
             fields = ["num_hidden_layers"] * bool(whole)
             for name in (name for name in names if name not in whole):
-                fields += next(fields for pattern, fields in _FIELDS.items() if re.search(pattern, name))
+                pattern = next(pattern for pattern in _FIELDS if re.search(pattern, name))
+                fields += _FIELDS[pattern] if pattern or name not in faults["unexpected"] else ()
             raise self.misfit(found, [(places or {}).get(field, field) for field in fields])
 
     def misfit(self, found: str, keys: Collection[str]) -> ValueError:
         """Return the error about tensors that are not those of the config, with the keys that decide about them."""
         stored = (f"{name} {info.dtype}" for name, info in self.tensors.items())
-        cure = f"Check {', '.join(dict.fromkeys(keys))} in its {CONFIG_FILE}"
+        cure = f"Check {', '.join(dict.fromkeys(keys))} in its {CONFIG_FILE}" if keys else "No key decides about them"
         if any(map(_QUANTISED.search, stored)):
             cure = "Its weights are quantised in a way that is not read: take the draft of full precision"
         return ValueError(f"the checkpoint {self.name} does not match its config. Tensors {found}. {cure}")

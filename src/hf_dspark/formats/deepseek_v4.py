@@ -149,6 +149,9 @@ BUNDLED = Format(
         "hc_eps": (None, 1e-6),
         "attention_bias": (None, False),
         "mlp_bias": (None, False),
+        "dspark_markov_head_type": (None, "vanilla"),
+        "dspark_enable_confidence_head": (None, True),
+        "dspark_confidence_head_with_markov": (None, True),
     },
     renames=(
         (rf"{_STAGE}main_proj\.", "fc."),

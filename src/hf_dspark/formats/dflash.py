@@ -9,7 +9,7 @@ from typing import Any
 from .fields import NO_FILL_IN, NO_SUCCESSORS, OMIT, Field, Format, Rules, Source, architectures, is_anchored, look_up
 from .fields import layout as block_layout
 from .fields import speculators_base as base_of
-from .flat import HEADS, LAYER_RULES, SGLANG, flat_section, layout_rules
+from .flat import HEADS, LAYER_RULES, SGLANG, flat_section, is_ours, layout_rules
 
 _PLAIN = {"enable_confidence_head": False, "confidence_head_with_markov": False}
 _NO_HEADS = _PLAIN | {"markov_rank": 0, "markov_head_type": "vanilla", "markov_start": 0, "conv_kernel_size": 0}
@@ -59,10 +59,9 @@ def _said(config: Source, name: str) -> Any:
 
 def _is_flat(config: Source, architecture: str, as_dflash: bool = False) -> bool:
     """Tell whether a file is flat, and of an architecture; `as_dflash`: whether DFlash's is as good."""
-    ours = config.get("model_type") == "dspark" and not any(section in config for section in SGLANG.sections)
     endings = (architecture, "DFlashDraftModel") if as_dflash else (architecture,)
     named = any(name.endswith(endings) for name in architectures(config))
-    return named and not ours and "speculators_model_type" not in config
+    return named and not is_ours(config) and "speculators_model_type" not in config
 
 
 def _flat(

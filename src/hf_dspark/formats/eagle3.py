@@ -111,7 +111,10 @@ _EMBEDDING_ONCE = {
         c.embedding_in_all_layers and c.num_hidden_layers > 1
     )
 }
-_FLAT_TAPS = ("eagle_config.eagle_aux_hidden_state_layer_ids", "aux_hidden_states_layer_ids")
+_FLAT_TAPS = (
+    "eagle_config.eagle_aux_hidden_state_layer_ids", "aux_hidden_states_layer_ids", "target_layer_ids",
+    "eagle_config.target_hidden_layer_ids", "target_hidden_layer_ids",
+)  # fmt: skip
 _VLLM_TAPS = "eagle_aux_hidden_state_layer_ids"
 
 
@@ -183,7 +186,6 @@ FLAT = Format(
         "is_causal": (None, True),
         "logit_scale": (None, 1.0),
         "norm_type": (None, "rms"),
-        "num_aux_hidden_states": (None, 3),
         "parallel_drafting": (None, False, True),
         "position_embedding_type": (None, "rope"),
         "quantization_config": (None,),
@@ -193,6 +195,9 @@ FLAT = Format(
         **_FULL_ATTENTION,
         "layers of the model_type 'llama4_text' have an MLP of another size, intermediate_size_mlp": lambda c: (
             c.get("model_type") == "llama4_text"
+        ),
+        "num_aux_hidden_states is not the number of tapped layers, which is three unless they are named": lambda c: (
+            c.get("num_aux_hidden_states") not in (None, len(_taps(_FLAT_TAPS, _VLLM_TAPS, c) or (1, 2, 3)))
         ),
         "P-EAGLE drafts a block in one pass from a mask token, and config.json does not say which: add mask_token_id, "
         "as it was in training (of SpecForge, the tokenizer's, or the first id after its tokens)": lambda c: (
@@ -215,7 +220,7 @@ FLAT = Format(
     },
     holds_own_weights=True,
     own=("eagle_config",),
-    harmless=(*WINDOW_PLACES, "eagle_config.parallel_draft_heads_num_layers"),
+    harmless=(*WINDOW_PLACES, "eagle_config.parallel_draft_heads_num_layers", "num_aux_hidden_states"),
     limits={
         "sglang": {
             "its layers have no norm before the residual": lambda c: c.norm_before_residual,

@@ -114,7 +114,7 @@ def look_up(config: Source, *places: str, default: Any = None) -> Any:
         if value != found[0][1]:
             raise ValueError(f"config.json: {found[0][0]!r} is {found[0][1]!r}, but {place!r} is {value!r}")
     if not found and default is REQUIRED:
-        raise ValueError(f"config.json lacks {places[0]!r}, without which the draft cannot be built")
+        raise ValueError(f"config.json lacks {places[0]!r}, without which the draft cannot be built: add it")
     return found[0][1] if found else default
 
 
@@ -161,8 +161,9 @@ def rope(
     if thetas[0] is None:
         raise ValueError(f"config.json lacks {prefix + 'rope_parameters'!r}: where tokens stand is not known")
     filled = [{"rope_theta": thetas[0]} | each for each in sets or [{"rope_type": "default"}]]
-    if len(set(thetas)) > 1 or any(each != filled[0] for each in filled):
-        raise ValueError(f"config.json: the rotary parameters in {', '.join(ROPE_PLACES[:3])} disagree: {filled}")
+    if any(each != thetas[0] for each in thetas) or any(each != filled[0] for each in filled):
+        found = f"{filled}, of the bases {thetas}: keep one"
+        raise ValueError(f"config.json: the rotary parameters in {', '.join(ROPE_PLACES[:3])} disagree: {found}")
     return filled[0]
 
 
@@ -281,7 +282,11 @@ def _depth(config: PreTrainedConfig, target: PreTrainedConfig | None) -> int:
     return depth
 
 
-TARGET_DEPTH = Field("num_target_layers", write=_depth)
+# Some count the taps by the first of these, and the layers by the second.
+_DEPTHS = ("num_target_layers", "target_num_hidden_layers")
+TARGET_DEPTH = Field(
+    "num_target_layers", read=lambda c: look_up(c, _DEPTHS[1]) or integer(c, _DEPTHS[0]), reads=_DEPTHS, write=_depth
+)
 TARGET_TYPE = Field("target_model_type", read=lambda c: c.get("target_model_type") or c.get("model_type"))
 # The block's layout where the file does not say it, as `config_from_format` was told.
 ASKED = "sample_from_anchor, asked for"

@@ -37,6 +37,7 @@ from .fields import (
     window_if_sliding,
 )
 
+_SECTIONS = ("dspark_config", "dflash_config")
 HEADS = ("markov_rank", "markov_head_type", "enable_confidence_head", "confidence_head_with_markov")
 _SHOWN = ("mask_token_id", "target_layer_ids", *HEADS)
 _ARCHITECTURES = ("DSparkDraftModel", "Qwen3DSparkModel", "Lfm2DSparkDraftModel", "DFlashDraftModel")
@@ -74,10 +75,16 @@ def _flat_taps(config: Source) -> Any:
     """Return the tapped layers, which SpecForge and SGLang spread over the target where the file names none."""
     if (taps := config.get("target_layer_ids")) is not None:
         return taps
-    count, last = integer(config, "num_hidden_layers"), integer(config, "num_target_layers") - 3
+    count, depth = integer(config, "num_hidden_layers"), TARGET_DEPTH.read_from(config)
     if count == 1:
-        return [integer(config, "num_target_layers") // 2]
-    return [round(1 + index * (last - 1) / (count - 1)) for index in range(count)]
+        return [depth // 2]
+    return [round(1 + index * (depth - 4) / (count - 1)) for index in range(count)]
+
+
+def is_ours(config: Source) -> bool:
+    """Tell our own files from those of verl-SpeCo, whose `model_type` is the same."""
+    own_rope = "rope_parameters" in config or "rope_theta" not in config
+    return config.get("model_type") == "dspark" and own_rope and not any(name in config for name in _SECTIONS)
 
 
 def flat_section(kind: str, places: Mapping[str, str]) -> Write:
@@ -133,9 +140,9 @@ SGLANG = Format(
     recognise=lambda c: (
         any(name.endswith(("DSparkDraftModel", "DFlashDraftModel", "DSparkModel")) for name in architectures(c))
         and "speculators_model_type" not in c
-        and (c.get("model_type") != "dspark" or "dflash_config" in c or "dspark_config" in c)
+        and not is_ours(c)
     ),
-    sections=("dspark_config", "dflash_config"),
+    sections=_SECTIONS,
     fields=(
         *geometry(),
         TARGET_DEPTH,

@@ -45,8 +45,8 @@ def unfolded(config: Source, entry: Format) -> dict[str, Any]:
         if not isinstance(inside, Mapping):
             raise ValueError(f"config.json: {section!r} must be an object, got {inside!r}")
         for key, value in inside.items():
-            if key not in entry.known and not _is_neutral(key, value):
-                raise ValueError(_unknown(f"{section}.{key}", key, value))
+            if key not in entry.known and not is_neutral(key, value):
+                raise ValueError(unknown_key(f"{section}.{key}", key, value))
             if value is not None and flat.get(key) not in (None, value):
                 raise ValueError(f"config.json: {key!r} is {flat[key]!r}, but '{section}.{key}' is {value!r}")
             flat[key] = flat.get(key) if value is None else value
@@ -61,11 +61,12 @@ def unknown_keys(config: Source, entry: Format) -> Iterator[str]:
             place = f"{section}.{key}" if section else key
             known = place in entry.known or any(each.startswith(f"{place}.") for each in entry.known)
             is_own = section in entry.own or bool(not section and _OF_DRAFTS.match(key))
-            if not known and (is_own or section in entry.layers) and not _is_neutral(key, value, is_own):
-                yield _unknown(place, key, value)
+            if not known and (is_own or section in entry.layers) and not is_neutral(key, value, is_own):
+                yield unknown_key(place, key, value)
 
 
-def _is_neutral(key: str, value: Any, must_be_known: bool = True) -> bool:
+def is_neutral(key: str, value: Any, must_be_known: bool = True) -> bool:
+    """Tell whether a key that nothing reads leaves layers as they are, by its name and value."""
     if value is None or value == {}:
         return True
     if "layer" in key and isinstance(value, list) and any(type(each) is int for each in value):
@@ -76,7 +77,8 @@ def _is_neutral(key: str, value: Any, must_be_known: bool = True) -> bool:
     return not must_be_known
 
 
-def _unknown(place: str, key: str, value: Any) -> str:
+def unknown_key(place: str, key: str, value: Any) -> str:
+    """Return why a key that is not neutral cannot be passed over."""
     shown = f"config.json: {place} is {shortened(value)}"
     if re.search(_COMPUTING[0][0], key):
         return f"{shown}: {_QUANTISED}"

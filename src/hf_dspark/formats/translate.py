@@ -58,8 +58,10 @@ def read_draft_config(
     return ours if checkpoint.temperatures is None else ours | {"sts_temperatures": checkpoint.temperatures}
 
 
-# What draft models are wrapped in when they are trained and saved: of torch.compile, of DDP, and of projects.
-_WRAPPERS = (r"((_orig_mod|module|draft_model|model)\.)+", "")
+# What draft models, and layers, are wrapped in when they are trained and saved: of torch.compile, of FSDP and
+# checkpointing, of DDP and PEFT, and of projects.
+_WRAPPED = re.compile(r"_(orig_mod|(fsdp|checkpoint)_wrapped_module|forward_module)\.")
+_WRAPPERS = (r"(((\w+_)?module|draft(er|_model)?|(base_)?model)\.)+", "")
 
 
 def stored_names(checkpoint: Checkpoint) -> dict[str, str]:
@@ -69,7 +71,7 @@ def stored_names(checkpoint: Checkpoint) -> dict[str, str]:
     ours = {} if entry is None else {theirs: ours for ours, theirs in entry.renamed.items()}
     found = {}
     for theirs in sorted(checkpoint.tensors):
-        name = theirs
+        name = _WRAPPED.sub("", theirs)
         for pattern, replacement in (_WRAPPERS, *renames):
             name = re.sub(f"^{pattern}", replacement, name)
         name = ours.get(name, name)

@@ -18,7 +18,8 @@ from transformers.activations import ACT2FN
 
 from ..files import one_line, shortened
 from ..formats.checkpoint import HUB_ARGUMENTS, QUANTISATION, Checkpoint
-from ..formats.fields import ROPE_TYPES, full_attention_rope, of_full_attention
+from ..formats.fields import ROPE_TYPES, full_attention_rope, of_full_attention, rope
+from ..formats.keys import is_neutral, unknown_key
 from ..formats.translate import CLASS_NAMES, draft_model_type, places_of, read_draft_config
 from ..scheduling.calibration import LogitFits, check_logit_fits, check_temperatures
 from ..scheduling.tree_plans import SiblingAcceptance, usual_acceptance
@@ -341,12 +342,19 @@ class DraftConfig(PreTrainedConfig):
         fields = {field.name for field in dataclasses.fields(cls)}
         # As if the file said so; set afterwards, as transformers does, nothing would be checked.
         known |= {name: kwargs.pop(name) for name in (fields - {"dtype"}) & kwargs.keys()}
+        # Where transformers had them once. It would let them overrule what stands in ours.
+        earlier = {name: known.pop(name, None) for name in ("rope_scaling", "rope_theta")}
+        if any(value is not None for value in earlier.values()):
+            found = rope(known | earlier)  # unless they disagree
+            known["rope_parameters"] = known.get("rope_parameters") or found
         for key, value in known.items():
             if key in REFUSED_KEYS or (key not in fields and key not in _OTHER_KEYS and hasattr(cls, key)):
                 cure = "which is no fact about a draft: delete it if you trust the rest"
                 if key == QUANTISATION:
                     cure = f"{shortened(value)}. {BITSANDBYTES_ALONE}"
                 raise ValueError(f"config.json has the key {key!r}, {cure}")
+            if key not in fields and not is_neutral(key, value, must_be_known=False):
+                raise ValueError(unknown_key(key, key, value))
             if key in ("dtype", "torch_dtype") and isinstance(value, str) and f"torch.{value}" not in map(str, DTYPES):
                 raise ValueError(f"{cls.__name__}.{key} must be one of {DTYPES}, got {shortened(value)}")
             # Before anything is built that is as long as it says.
@@ -392,7 +400,7 @@ def naming_file(checkpoint: Checkpoint) -> Iterator[None]:
 # What code that expects sound values raises on others.
 _MISREADINGS = (StrictDataclassError, TypeError, KeyError, AttributeError, IndexError, ArithmeticError, RecursionError)
 # Keys that are properties of the base class and are turned into fields by it.
-_OTHER_KEYS = ("model_type", "torch_dtype", "rope_scaling")
+_OTHER_KEYS = ("model_type", "torch_dtype")
 # Passed on by transformers' loaders; they say nothing about a configuration.
 _LOADER_ARGUMENTS = ("trust_remote_code", "_from_pipeline", "_from_auto", "gguf_file")
 

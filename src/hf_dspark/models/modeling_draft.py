@@ -171,6 +171,7 @@ class DraftModel(PreTrainedModel):
         checkpoint.compare(named, places_of(checkpoint.config))
         stored = checkpoint.load([renamed.get(key, key) for key in expected])
         tensors = {key: stored[renamed.get(key, key)] for key in expected}
+        tensors |= {key: tensors[key].to(each.dtype) for key, each in expected.items() if not each.is_floating_point()}
         if "d2t" in tensors:
             try:
                 kept = kept_tokens_mask(tensors["d2t"], config.vocab_size)

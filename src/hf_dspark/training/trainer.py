@@ -245,7 +245,9 @@ class DSparkTrainer(Trainer):
         self, eval_dataset: Any = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval"
     ) -> dict[str, float]:
         """Evaluate as `Trainer` does, with the same anchors each time, leaving the training's random state alone."""
-        if not isinstance(eval_dataset, (str, dict, type(None))):
+        if isinstance(eval_dataset, str):
+            self._held_out(eval_dataset)
+        elif not isinstance(eval_dataset, (dict, type(None))):
             eval_dataset = self._evaluable("eval_dataset", eval_dataset)
         return super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
 
@@ -259,8 +261,14 @@ class DSparkTrainer(Trainer):
             parts = test_dataset.items()
             found = [self.predict(part, ignore_keys, f"{metric_key_prefix}_{name}").metrics for name, part in parts]
             return PredictionOutput(None, None, {name: value for metrics in found for name, value in metrics.items()})
-        test_dataset = self.eval_dataset[test_dataset] if isinstance(test_dataset, str) else test_dataset
+        test_dataset = self._held_out(test_dataset) if isinstance(test_dataset, str) else test_dataset
         return super().predict(self._evaluable("test_dataset", test_dataset), ignore_keys, metric_key_prefix)
+
+    def _held_out(self, name: str) -> Any:
+        sets = self.eval_dataset if isinstance(self.eval_dataset, dict) else {}
+        if name not in sets:
+            raise ValueError(f"eval_dataset must be a dictionary with {name!r}, it has {[*sets]}: pass rows")
+        return sets[name]
 
     def _evaluable(self, name: str, rows: Any) -> Any:
         """Return rows as batches are made of them; those of the trainer itself are so already."""
