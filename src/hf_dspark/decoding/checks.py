@@ -73,7 +73,7 @@ def option_obstacles(
 ) -> list[str]:
     """Return why options cannot be decoded with a draft, and which of them the target's own configuration has set."""
     stated = partial(_stated, config, own)
-    mode, cache = config.get_generation_mode(), config.cache_implementation
+    mode, cache, caches = config.get_generation_mode(), config.cache_implementation, config.use_cache
     others = [name for name in OTHER_DRAFTERS if getattr(config, name, None) not in (None, False)]
     ensemble = getattr(config, "assistant_ensemble_weight", None) is not None
     modes, chunk = stated("num_beams", "penalty_alpha", "dola_layers"), config.prefill_chunk_size
@@ -81,7 +81,7 @@ def option_obstacles(
         {
             f"the draft cannot assist {mode.value!r}, it keeps one hypothesis: use num_beams=1 and neither "
             f"penalty_alpha nor dola_layers, or drop assistant_model{modes}": mode not in DECODED,
-            f"the draft needs use_cache=True, got use_cache=False: drop it{stated('use_cache')}": not config.use_cache,
+            f"the draft needs use_cache=True, got use_cache={caches}: drop it{stated('use_cache')}": not caches,
             f"rejected tokens need a dynamic cache, got cache_implementation={cache!r}: drop it"
             f"{stated('cache_implementation')}": cache not in (None, *DYNAMIC_CACHES),
             "assistant_ensemble_weight changes the output distribution, a draft must not: drop it"
