@@ -79,9 +79,10 @@ class Notes(BaseStreamer):
     """Keeps all that it is given."""
 
     def __init__(self):
-        self.tokens = []
+        self.tokens, self.puts = [], []
 
     def put(self, value):
+        self.puts.append(value.tolist())
         self.tokens += value.flatten().tolist()
 
     def end(self):

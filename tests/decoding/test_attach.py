@@ -206,15 +206,18 @@ def test_reasons_that_differ_in_numbers_alone_are_one(target, draft, prompts):
     assert not any("assistant_model" in reason for reason in attached.plain_calls)
 
 
-@pytest.mark.parametrize("processors", [[], [Counter()]], ids=["assisted", "plain"])
-def test_a_streamer_gets_what_plain_generate_gives_it(target, draft, prompts, processors):
+@pytest.mark.parametrize(
+    ("processors", "loop"), [([], False), ([], True), ([Counter()], False)], ids=["assisted", "transformers", "plain"]
+)
+def test_a_streamer_gets_what_plain_generate_gives_it_token_by_token(target, draft, prompts, processors, loop):
     given, plain = Notes(), Notes()
+    draft.decoding = DecodingOptions(use_transformers_loop=loop)
     options = GREEDY | padded(prompts[:1]) | {"logits_processor": processors}
     outcome(target, fresh(options) | {"streamer": plain, "assistant_model": None})
     with warnings.catch_warnings(action="ignore"):
         attach(target, draft)
         outcome(target, fresh(options) | {"streamer": given})
-    assert given.tokens == plain.tokens and plain.tokens[-1] == "end"
+    assert given.puts == plain.puts and given.tokens == plain.tokens and plain.tokens[-1] == "end"
 
 
 @pytest.mark.parametrize("way", [*OWN_WAYS - {"mtp", "early_exit"}, "draft", "custom", "none", "configuration"])

@@ -1,6 +1,7 @@
 """What cannot be decoded with a draft is refused by name, before any work."""
 
 import copy
+import functools
 import threading
 import warnings
 
@@ -31,7 +32,7 @@ from hf_dspark import (
     decode_with,
     generate_many,
 )
-from hf_dspark.decoding.request import copy_of
+from hf_dspark.decoding.user_objects import copy_of
 from tests.distributions import TABLE
 from tests.rows import GREEDY, Notes, alone, assert_no_hooks, assert_same_tokens, padded
 
@@ -138,12 +139,74 @@ class WithModel(LogitsProcessor):
         return scores
 
 
+def favour(calls, input_ids, scores):
+    """Favour another token with every call from the fourth on; who calls it keeps their number somewhere."""
+    calls[0] += 1
+    return scores + 20 * (torch.arange(scores.shape[-1]) == calls[0] * 7) * (calls[0] > 3)
+
+
+class Slots:
+    __slots__ = ("calls",)
+
+    def __init__(self):
+        self.calls = torch.zeros(9999)[5000:]  # in the middle, which no text of it shows
+
+    def __call__(self, input_ids, scores):
+        return favour(self.calls, input_ids, scores)
+
+
+class Holds(LogitsProcessor):
+    def __init__(self, held):
+        self.held = held
+
+    def __call__(self, input_ids, scores):
+        return self.held(input_ids, scores)
+
+
+def in_closure():
+    calls, lock = [0], threading.Lock()  # which no copy has
+    return lambda input_ids, scores: lock and favour(calls, input_ids, scores)
+
+
+class InStep(LogitsProcessor):
+    length = None
+
+    def __call__(self, input_ids, scores):
+        assert self.length in (None, input_ids.shape[1] - 1), "one step after the other"
+        self.length = input_ids.shape[1]
+        return scores
+
+
+global_calls = [0]
+
+
+def in_attribute():
+    def process(input_ids, scores):
+        return favour(process.calls, input_ids, scores)
+
+    process.calls = [0]
+    return process
+
+
+STATES = {
+    "slots": Slots,
+    "nested": lambda: Holds(Slots()),
+    "method": lambda: Slots().__call__,
+    "partial": lambda: functools.partial(favour, [0]),
+    "iterator": lambda: functools.partial(lambda it, *rest: favour([next(it)], *rest), iter(range(99))),
+    "closure": in_closure,
+    "attribute": in_attribute,
+    "global": lambda: lambda ids, scores: favour(global_calls, ids, scores),
+}
+
+
 # How many prompts, options, and words of the refusal.
 REFUSED = {
     "beams": (1, {"num_beams": 2}, "num_beams"),
     "no_cache": (1, {"use_cache": False}, "use_cache"),
     "static_cache_name": (1, {"cache_implementation": "static"}, "dynamic cache"),
     "stateful_processor": (1, {"logits_processor": LogitsProcessorList([Counter()])}, "Counter keeps state"),
+    "processor_in_step": (1, {"logits_processor": [InStep()]}, "InStep fails when it is tried .*one step after"),
     "cfg": (1, {"guidance_scale": 1.5}, "ClassifierFreeGuidance"),
     "threshold_above_one": (1, {"assistant_confidence_threshold": 1.5}, r"\[0, 1\]"),
     "threshold_negative": (1, {"assistant_confidence_threshold": -0.1}, r"\[0, 1\]"),
@@ -200,6 +263,31 @@ def test_layers_and_configs_may_be_replaced_between_calls(make_target, make_draf
 
 def test_stateless_custom_processor_is_accepted(target, draft, prompt_ids):
     assert_same_tokens(target, draft, prompt_ids[0], logits_processor=LogitsProcessorList([Halve()]))
+
+
+@pytest.mark.parametrize("make", STATES.values(), ids=STATES)
+def test_state_is_found_wherever_it_is_kept_and_is_as_it_was(target, draft, prompt_ids, make):
+    outputs = []
+    for assistant in (None, draft, None):
+        global_calls[0] = 0
+        options = GREEDY | {"inputs": prompt_ids[0], "logits_processor": [make()]}
+        if assistant is not None:
+            with pytest.raises(ValueError, match="keeps state between calls"):
+                target.generate(assistant_model=assistant, **options)
+        outputs.append(target.generate(**options))  # after the refusal, too
+    assert torch.equal(outputs[0], outputs[1]) and torch.equal(outputs[0], outputs[2])
+
+
+def test_a_processor_is_tried_on_tokens_that_it_allows_alone(target, draft, prompt_ids):
+    ids = prompt_ids[0]
+    answer = target.generate(ids, **GREEDY)[0].tolist()
+    allowed = {tuple(answer[:length]): answer[length] for length in range(ids.shape[1], len(answer))}
+
+    def follow(input_ids, scores):
+        token = allowed[tuple(input_ids[0].tolist())]  # fails at any other prefix
+        return scores.masked_fill(torch.arange(scores.shape[-1]) != token, -torch.inf)
+
+    assert_same_tokens(target, draft, ids, logits_processor=[follow])
 
 
 def test_processors_that_treat_rows_differently_are_refused_by_every_door(target, draft, prompts):

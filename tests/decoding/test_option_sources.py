@@ -165,3 +165,13 @@ def test_a_queue_follows_an_option_from_everywhere(pair, name):
         for done in generate_many(source, draft, prompts, batch_size=2, progress=False, **DEFAULT, **arguments):
             plain = source.generate(torch.tensor([prompts[done.index]]), **DEFAULT, **arguments)
             assert done.error is None and done.token_ids.tolist() == plain[0, len(prompts[done.index]) :].tolist()
+
+
+def test_options_that_are_none_ask_for_nothing(pair):
+    target, draft = pair
+    # Without those, plain generate() fails, or reads all tokens anew.
+    needed = {"num_beams", "num_return_sequences", "use_cache", "transformers_version"}
+    for name in sorted(GenerationConfig().to_dict().keys() - needed):
+        options = BATCH | DEFAULT | {name: None}
+        plain = target.generate(**options)
+        assert torch.equal(target.generate(assistant_model=draft, **options), plain), name

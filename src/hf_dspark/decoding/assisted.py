@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -219,6 +220,11 @@ def decode_assisted(
     """Run transformers' own assisted loop, a method of models, with a generator of ours."""
     if criteria := prepared.get("stopping_criteria"):
         prepared["stopping_criteria"] = _AfterPrompt(criteria, input_ids.shape[1])
+    if (streamer := prepared.get("streamer")) is not None:  # which gets tokens one by one in plain decoding
+        each = SimpleNamespace(
+            put=lambda value: [streamer.put(token) for token in value[0].split(1)], end=streamer.end
+        )
+        prepared["streamer"] = each
     try:
         with generator:
             return assisted_decoding(_Assisted(generator), input_ids, **prepared)

@@ -19,8 +19,9 @@ from ..scheduling.policies import Policy
 from ..targets.support import TargetSupport
 from ..targets.transformers_api import is_since
 from .logits_processing import is_built_in
-from .request import KNOWN_CRITERIA, TYPE_ARGUMENTS, Call, copy_of
+from .request import KNOWN_CRITERIA, TYPE_ARGUMENTS, Call
 from .reversible import ReversibleProcessor
+from .user_objects import copy_of, state_of
 
 # Arguments that our loop reads or has its own answer to: of the target's forward, and of the assisted loop.
 INPUT_ARGUMENTS = {"attention_mask", "position_ids", "past_key_values", "inputs_embeds", "inputs_tensor"}
@@ -72,7 +73,7 @@ def option_obstacles(
 ) -> list[str]:
     """Return why options cannot be decoded with a draft, and which of them the target's own configuration has set."""
     stated = partial(_stated, config, own)
-    mode, cache = config.get_generation_mode(), config.cache_implementation
+    mode, cache, caches = config.get_generation_mode(), config.cache_implementation, config.use_cache
     others = [name for name in OTHER_DRAFTERS if getattr(config, name, None) not in (None, False)]
     ensemble = getattr(config, "assistant_ensemble_weight", None) is not None
     modes, chunk = stated("num_beams", "penalty_alpha", "dola_layers"), config.prefill_chunk_size
@@ -80,7 +81,7 @@ def option_obstacles(
         {
             f"the draft cannot assist {mode.value!r}, it keeps one hypothesis: use num_beams=1 and neither "
             f"penalty_alpha nor dola_layers, or drop assistant_model{modes}": mode not in DECODED,
-            f"the draft needs use_cache=True, got use_cache=False: drop it{stated('use_cache')}": not config.use_cache,
+            f"the draft needs use_cache=True, got use_cache={caches}: drop it{stated('use_cache')}": not caches,
             f"rejected tokens need a dynamic cache, got cache_implementation={cache!r}: drop it"
             f"{stated('cache_implementation')}": cache not in (None, *DYNAMIC_CACHES),
             "assistant_ensemble_weight changes the output distribution, a draft must not: drop it"
@@ -324,7 +325,7 @@ def processor_obstacles(call: Call, vocab_size: int) -> Iterator[str]:
             yield f"{option} (a {name}) keeps state between calls: drop it, or drop assistant_model{stated}"
         elif not is_built_in(processor) and not isinstance(processor, ReversibleProcessor):
             try:
-                together, by_row = copy_of(processor), copy_of(processor)
+                together, by_row = (copy_of(processor, with_functions=True) for _ in range(2))
             except Exception as error:  # whatever a user's object does when it is copied
                 yield (
                     f"the logits processor {name} cannot be copied ({error}), so it cannot be told "
@@ -343,15 +344,23 @@ def _found_by_trial(
     """Call copies with the same, other and again the same arguments, all rows together and each alone."""
     steps = torch.linspace(-1.0, 1.0, vocab_size, device=input_ids.device)
     scores = torch.stack([steps.roll(row) for row in range(len(input_ids))])
-    longer_ids = torch.cat([input_ids, input_ids[:, -1:]], dim=1)
-    results, attributes, name = [], [], type(together).__name__
-    for ids in (input_ids, longer_ids, input_ids):
-        results.append(together(given := ids.clone(), scores.clone()))
+    results, states, name = [], [], type(together).__name__
+    for turn in range(3):
+        ids = input_ids
+        if turn == 1:  # a token that plain decoding could come to
+            ids = torch.cat([ids, results[0].argmax(dim=-1, keepdim=True)], dim=1)
+        try:
+            results.append(together(given := ids.clone(), scores.clone()))
+        except Exception as error:  # whatever a user's object does out of turn
+            return (
+                f"the logits processor {name} fails when it is tried on the prompt, a token after it, and the prompt "
+                f"again ({type(error).__name__}: {error}): let it take any prefix, or drop assistant_model"
+            )
         if not torch.equal(given, ids):
             return f"the logits processor {name} writes into input_ids, the tokens: copy them, or drop assistant_model"
         if (shape := getattr(results[-1], "shape", None)) != scores.shape:
             return f"the logits processor {name} must return scores of the shape {tuple(scores.shape)}, got {shape}"
-        attributes.append(repr(getattr(together, "__dict__", None)))
+        states.append(state_of(together))
         for row in range(len(ids)) if len(ids) > 1 else ():
             difference = _difference_of_row(by_row, ids, scores, row, results[-1])
             if difference is not None:
@@ -360,7 +369,7 @@ def _found_by_trial(
                     f"{difference}. With a draft these {len(ids)} rows are processed one by one: make the result for "
                     "a row depend on its own input_ids and scores, call generate() per prompt, or drop assistant_model"
                 )
-    if torch.equal(results[0], results[2]) and len(set(attributes)) == 1:  # the first call may set things up
+    if torch.equal(results[0], results[2]) and states[0] == states[1] == states[2]:  # the first call may set things up
         return None
     return (
         f"the logits processor {name} keeps state between calls, and would be called on tokens "

@@ -161,6 +161,7 @@ def plan_call(
     the prompt is read."""
     warn_if_untested()
     support = TargetSupport.of(target)
+    config.do_sample = bool(config.do_sample)  # `None` asks for nothing
     threshold, max_drafts, schedule = map(cutoff.get, CUTOFF_ARGUMENTS)
     if not draft.drafts_blocks:  # it follows any target
         draft.bind(target)

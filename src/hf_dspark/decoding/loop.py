@@ -201,8 +201,8 @@ class DecodingLoop:
         return num_committed
 
     def _stream(self, request: Request, new_tokens: list[int]) -> None:
-        if request.streamer is not None:
-            request.streamer.put(torch.tensor(new_tokens, device="cpu"))
+        for token in new_tokens if request.streamer is not None else ():  # one by one, as in plain decoding
+            request.streamer.put(torch.tensor([token], device="cpu"))
 
     def end(self, request: Request, length: int) -> None:
         """End a request at an earlier length than it has reached, or at this one."""

@@ -32,8 +32,9 @@ from .hook import cutoff_of, prepare_with
 from .logits_processing import NoTokenError
 from .loop import DecodingLoop
 from .prefixes import PrefixMemory
-from .request import Call, Request, copies_of
+from .request import Call, Request
 from .reversible import reversible
+from .user_objects import copies_of
 
 MADE_HERE = ("input_ids", "inputs", "inputs_embeds", "attention_mask", *CACHE_ARGUMENTS, "assistant_model", "streamer")
 

@@ -1,14 +1,12 @@
 """A `generate()` call, the sequences that it decodes, and the rule by which each ends."""
 
-import contextlib
-import copy
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from transformers import GenerationConfig, LogitsProcessorList, PreTrainedTokenizerBase, StopStringCriteria
+from transformers import GenerationConfig, LogitsProcessorList, StopStringCriteria
 from transformers.cache_utils import Cache
 from transformers.generation import EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
@@ -19,14 +17,13 @@ from ..scheduling.options import DecodingOptions
 from ..scheduling.policies import Policy
 from ..targets.support import TargetSupport
 from ..targets.transformers_api import is_users, mask_width, pad_token_id, pop_cache
-from .logits_processing import Prefix, is_built_in
-from .reversible import FollowingProcessor, ReversibleProcessor, reversible
+from .logits_processing import Prefix
+from .reversible import FollowingProcessor, reversible
 
 # Evaluated here, not called; a subclass may do anything, and is called.
 KNOWN_CRITERIA = (MaxLengthCriteria, MaxTimeCriteria, EosTokenCriteria)
 # Which tokens of a prompt are images, or of which kind they are.
 TYPE_ARGUMENTS = ("token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids")
-SHARED = (torch.nn.Module, PreTrainedTokenizerBase)
 FIELDS = {"mask": "attention_mask", "embeds": "inputs_embeds", "streamer": "streamer"}  # arguments that a `Call` names
 
 
@@ -289,19 +286,3 @@ class Request:
 
     def _with(self, more: Sequence[int]) -> torch.Tensor:
         return torch.cat([self.token_ids, to_device(more, self.token_ids.device, self.token_ids.dtype)])
-
-
-def copies_of(user_objects: Iterable[Any]) -> Iterator[Any]:
-    """Yield processors or criteria for one more sequence, copies of those that transformers did not write: they may
-    count their calls. What cannot be copied (a criterion that waits for an event, say) is shared."""
-    for each in user_objects:
-        if not is_built_in(each) and not isinstance(each, ReversibleProcessor):
-            with contextlib.suppress(Exception):  # whatever a user's object does when it is copied
-                each = copy_of(each)
-        yield each
-
-
-def copy_of(user_object: Any) -> Any:
-    """Return a deep copy of a processor or criterion, which shares the models and tokenizers that it holds."""
-    shared = [value for value in getattr(user_object, "__dict__", {}).values() if isinstance(value, SHARED)]
-    return copy.deepcopy(user_object, {id(value): value for value in shared})

@@ -104,7 +104,7 @@ def _attachment_for(target: PreTrainedModel, arguments: dict[str, Any]) -> tuple
         return attached, option_obstacles(config, target.generation_config, None, None)
     draft = attached.draft
     if draft.drafts_blocks and draft.decoding.policy is None:
-        if experience_of(target, draft, config.do_sample, draft.decoding.domain).skipped.rests():
+        if experience_of(target, draft, bool(config.do_sample), draft.decoding.domain).skipped.rests():
             return attached, ["drafting has not paid in earlier calls: it is tried again in some of them"]
     return attached, []
 
