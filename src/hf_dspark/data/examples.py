@@ -78,15 +78,21 @@ def _tokenised(given: Mapping[str, Any], chat: Chat) -> Tokens:
         if label not in (token_ids[place], IGNORED_LABEL):
             expected = f"{token_ids[place]}, the token there, or {IGNORED_LABEL}"
             raise ValueError(f"the label in place {place} must be {expected}, got {label}: do not shift labels")
-        columns["labels"][place] = label != IGNORED_LABEL
     kept = columns.pop("attention_mask", [1] * len(token_ids))
     if not columns and (name := next(filter(_BEGINS.search, given), None)):
         cure = "pass prompt_ids and completion_ids, or a loss_mask"
         raise ValueError(f"{name}: {shortened(given[name])} is not read, and all would be trained on: {cure}")
     _refuse_packed(given, kept)
-    mask = [int(all(column[place] for column in columns.values())) for place in range(len(token_ids))]
+    mask = marked(columns, len(token_ids))
     token_ids, mask = list(itertools.compress(token_ids, kept)), list(itertools.compress(mask, kept))
     return token_ids, _within_answers(token_ids, mask, _answers(token_ids, given, chat), chat, " and ".join(columns))
+
+
+def marked(columns: Mapping[str, Sequence[int]], count: int) -> list[int]:
+    """Return 1 for each of so many tokens that all masks mark and no label ignores, and 0 for the others."""
+    labels = [label != IGNORED_LABEL for label in columns.get("labels", ())]
+    flags = [labels if name == "labels" else column for name, column in columns.items()]
+    return [int(all(column[place] for column in flags)) for place in range(count)]
 
 
 def _answers(token_ids: list[int], given: Mapping[str, Any], chat: Chat) -> list[int] | None:

@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerBase
 
 from ..files import shortened
 from .conversations import Chat, tokenizer_of
-from .examples import IGNORED_LABEL
+from .examples import marked
 from .row_files import Fault, RowFile, read_rows
 from .spellings import MASKS, canonical, conversation, integers, read_messages, template_arguments
 
@@ -78,9 +78,8 @@ def read_prompt(row: Any, several_turns: bool = True) -> Prompt:
             if len(column) != len(token_ids):
                 raise ValueError(f"{each} has {len(column)} places for {len(token_ids)} tokens of 'input_ids'")
         kept = columns.pop("attention_mask", [1] * len(token_ids))
-        columns["labels"] = [label != IGNORED_LABEL for label in columns.get("labels", ())] or [1] * len(token_ids)
-        marked = "".join(str(int(all(flags))) for flags in zip(*columns.values(), strict=True)).rstrip("0")
-        value = list(itertools.compress(token_ids[: len(marked.rstrip("1")) or None], kept))  # up to the last answer
+        asked = bytes(marked(columns, len(token_ids))).rstrip(b"\0").rstrip(b"\1")  # what comes before the last answer
+        value = list(itertools.compress(token_ids[: len(asked) or None], kept))
     tools, kwargs = template_arguments(given)
     prompt = Prompt(_content(value), tuple(later), tools, kwargs or None)
     return as_messages(prompt) if name == "turns" else prompt

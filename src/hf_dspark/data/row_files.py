@@ -8,7 +8,7 @@ import itertools
 import json
 import lzma
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -95,8 +95,7 @@ def _read_csv(path: str, content: bytes, delimiter: str) -> RowFile:
     rows, faults = [], []
     try:
         reader = csv.DictReader(io.StringIO(content.decode(), newline=""), delimiter=delimiter, strict=True)
-        names = list(reader.fieldnames or ())
-        if twice := next((name for name in names if names.count(name) > 1), None):
+        if twice := _given_twice(reader.fieldnames or ()):
             raise ValueError(f"{path}: its first line names {twice!r} twice. Name each column once")
         for row in reader:
             if None in row or None in row.values():
@@ -162,6 +161,9 @@ def _parse(text: bytes) -> tuple[Any, Exception | None]:
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     read = dict(pairs)
     if len(read) < len(pairs):
-        names = [name for name, _ in pairs]
-        raise ValueError(f"{next(name for name in names if names.count(name) > 1)!r} is given twice")
+        raise ValueError(f"{_given_twice([name for name, _ in pairs])!r} is given twice")
     return read
+
+
+def _given_twice(names: Sequence[str]) -> str | None:
+    return next((name for name in names if names.count(name) > 1), None)

@@ -98,8 +98,10 @@ def answer_of(given: Mapping[str, Any], name: str, as_text: bool = False) -> Any
         raise ValueError(f"{name} must be a text or messages, got {shortened(answer)}")
     if not isinstance(answer, str):
         return read_messages(answer)
-    thoughts = {key: given[key] for key in ("reasoning_content",) if key in given}
-    return answer if as_text else read_messages([{"role": "assistant", "content": answer} | thoughts])
+    if as_text:
+        return answer
+    thoughts = {"reasoning_content": given["reasoning_content"]} if "reasoning_content" in given else {}
+    return read_messages([{"role": "assistant", "content": answer} | thoughts])
 
 
 def conversation(given: Mapping[str, Any], name: str) -> Messages:

@@ -3,7 +3,7 @@ captured, in the owner of a method."""
 
 import contextlib
 import copy
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import chain
 from types import CellType, FunctionType, ModuleType
 from typing import Any
@@ -52,7 +52,7 @@ def state_of(user_object: Any) -> list[Any]:
     return [_content(each) for each in _walk(user_object)]
 
 
-def _or_itself(copied: Any, value: Any, *others: Any) -> Any:
+def _or_itself(copied: Callable[..., Any], value: Any, *others: Any) -> Any:
     with contextlib.suppress(Exception):  # whatever a user's object does when it is copied
         return copied(value, *others)
     return value
