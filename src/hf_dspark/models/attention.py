@@ -36,14 +36,12 @@ def grouped_attention(
     """
     num_rows, heads, width, size = query.shape
     group = heads // key.shape[1]
+    attend = F.scaled_dot_product_attention
     is_folded = folded_group(query, key) > 1 if mask is None else mask.shape[2] != width
-    if is_folded := is_folded and not is_causal:
-        query = query.reshape(num_rows, key.shape[1], group * width, size)
-    options = {"dropout_p": dropout, "scale": scaling, "is_causal": is_causal}
-    attended = F.scaled_dot_product_attention(
-        query, key, value, attn_mask=mask, enable_gqa=group > 1 and not is_folded, **options
-    )
-    return attended.reshape(num_rows, heads, width, -1) if is_folded else attended
+    if is_causal or not is_folded:
+        return attend(query, key, value, mask, dropout, is_causal, scale=scaling, enable_gqa=group > 1)
+    query = query.reshape(num_rows, key.shape[1], group * width, size)
+    return attend(query, key, value, mask, dropout, scale=scaling).reshape(num_rows, heads, width, -1)
 
 
 def fold_mask(mask: torch.Tensor | None, group: int, dtype: torch.dtype) -> torch.Tensor | None:
