@@ -13,6 +13,7 @@ import torch
 from transformers import (
     DynamicCache,
     GenerationConfig,
+    LogitsProcessor,
     Qwen3Config,
     Qwen3ForCausalLM,
     StaticCache,
@@ -191,6 +192,21 @@ def test_a_state_of_the_model_that_no_draft_follows_is_decoded_plain(make_target
     with pytest.warns(UserWarning, match="without the attached draft: a target in train"):
         assert target.generate(torch.arange(6)[None], max_new_tokens=4).shape == (1, 10)
     assert attached.num_plain == 1
+
+
+class Refusing(LogitsProcessor):
+    def __call__(self, input_ids, scores):
+        raise RuntimeError(f"{self} of {object()} (one\nby one) cannot take {input_ids.tolist()}")
+
+
+def test_reasons_that_differ_in_what_an_error_quotes_are_one(target, draft, prompts):
+    attached = attach(target, draft)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for prompt in prompts[:3]:
+            with pytest.raises(RuntimeError, match="cannot take"):
+                target.generate(**padded([prompt]), logits_processor=[Refusing()], **GREEDY)
+    assert len(caught) == 1 and list(attached.plain_calls.values()) == [3]
 
 
 def test_reasons_that_differ_in_numbers_alone_are_one(target, draft, prompts):

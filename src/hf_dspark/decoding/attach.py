@@ -29,6 +29,7 @@ from .checks import refuse
 from .hook import plan_call
 
 AUTO, NGRAM, MTP = "auto", "ngram", "mtp"
+QUOTED = re.compile(r"\(.*\)|\d+", re.DOTALL)  # of a reason: numbers, and the words of a user's error
 logger = logging.get_logger(__name__)
 
 
@@ -47,7 +48,7 @@ class Attachment:
         self.num_assisted = self.num_plain = 0
         self.plain_calls: Counter[str] = Counter()
         self._target = weakref.ref(target)
-        self._reasons: dict[str, str] = {}  # as first met, by what they say without numbers
+        self._reasons: dict[str, str] = {}  # as first met, by what they say without what they quote
         self._is_entered = False
         self._before = _attached.get(target)  # comes back after a `with` block
         if self._before is not None and not self._before._is_entered:
@@ -82,7 +83,7 @@ class Attachment:
         """Count a call, which is decoded without the draft for some reasons, and warn of those that are new."""
         reasons = [reason.replace("drop assistant_model", "leave it plain") for reason in reasons]
         with _counting:
-            names = [self._reasons.setdefault(re.sub(r"\d+", "", reason), reason) for reason in reasons]
+            names = [self._reasons.setdefault(QUOTED.sub("", reason), reason) for reason in reasons]
             new = [name for name in names if not self.plain_calls[name]]
             self.plain_calls.update(names)
             self.num_plain += bool(names)

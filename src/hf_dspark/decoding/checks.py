@@ -387,4 +387,4 @@ def _difference_of_row(
         same = torch.allclose(found[0], expected[row], rtol=1e-3, atol=1e-3, equal_nan=True)
         return None if same else "gets other scores"
     except Exception as error:  # whatever a user's object does with other rows than it knows
-        return f"fails with {type(error).__name__}: {error}"
+        return f"fails ({type(error).__name__}: {error})"
