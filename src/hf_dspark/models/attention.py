@@ -10,14 +10,15 @@ import torch
 import torch.nn.functional as F
 
 FOLDED_WIDTH = 64  # wider masks are not repeated for the group
-FOLDED_SLOTS = 1024  # a CPU's kernel for groups is the faster one for float32 and fewer slots
+FOLDED_SLOTS = 1024  # a CPU's kernel for groups is the faster one for float32, one row or column, and fewer slots
 MASK_MULTIPLE = 8  # CUDA's kernels copy a mask in every layer unless its rows begin at multiples of so many entries
 
 
 def folded_group(query: torch.Tensor, key: torch.Tensor) -> int:
     """Return how many query heads are folded into rows: those of a group, or 1 where its kernel is the faster one."""
     is_simple = query.dtype == torch.float32 and query.device.type == "cpu" and not torch.compiler.is_compiling()
-    return 1 if is_simple and key.shape[2] < FOLDED_SLOTS else query.shape[1] // key.shape[1]
+    is_small = key.shape[2] < FOLDED_SLOTS and 1 in (query.shape[0], query.shape[2])
+    return 1 if is_simple and is_small else query.shape[1] // key.shape[1]
 
 
 def grouped_attention(
