@@ -3,7 +3,7 @@
 import itertools
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from numbers import Integral, Real
@@ -15,6 +15,7 @@ import numpy as np
 from ..files import digest, replace_text
 
 USUAL_GROWTH = 1.5  # where it was not measured
+KNOWN_RANGES = 256  # of tokens, that a table remembers
 
 
 @dataclass(frozen=True)
@@ -108,8 +109,17 @@ class ThroughputTable:
         return np.array(self.verify_tokens), 1 / np.array(self.steps_per_second)
 
     @cached_property
-    def _hulls(self) -> dict[tuple[int, int], tuple[np.ndarray, list[int]]]:
+    def _known(self) -> dict[tuple[str, int, int], Any]:
         return {}
+
+    def _once(self, of_range: Callable[[int, int], Any], first: int, last: int) -> Any:
+        """Return what a method gives for B = first..last; rounds ask for the same few again and again."""
+        key = of_range.__name__, first, last
+        if key not in self._known:
+            if len(self._known) >= KNOWN_RANGES:
+                self._known.clear()
+            self._known[key] = of_range(first, last)
+        return self._known[key]
 
     def seconds_of(self, verify_tokens: Sequence[int] | np.ndarray) -> np.ndarray:
         """Return the seconds of rounds over so many tokens, `[n]`, without what the context costs."""
@@ -127,11 +137,7 @@ class ThroughputTable:
         cliff. On the hull the throughput of tokens admitted in descending survival is unimodal. It begins at `first`
         and goes on as if the curve had no end: the hull at a B does not depend on `last`.
         """
-        if (first, last) not in self._hulls:
-            if len(self._hulls) >= 256:
-                self._hulls.clear()
-            self._hulls[first, last] = self._hull(first, last)
-        return self._hulls[first, last]
+        return self._once(self._hull, first, last)
 
     def _hull(self, first: int, last: int) -> tuple[np.ndarray, list[int]]:
         tokens, seconds = self._probes
@@ -158,7 +164,11 @@ class ThroughputTable:
 
     def round_seconds(self, load: Load, num_drafts: int) -> np.ndarray:
         """Return the seconds of a round that drafts and verifies 0..`num_drafts` draft tokens, `[num_drafts + 1]`."""
-        return self.seconds_of(load.base_tokens + np.arange(num_drafts + 1)) + self.context_cost(load)
+        first = load.base_tokens
+        return self._once(self._seconds, first, first + num_drafts) + self.context_cost(load)
+
+    def _seconds(self, first: int, last: int) -> np.ndarray:
+        return self.seconds_of(np.arange(first, last + 1))
 
     def plain_seconds(self, load: Load) -> float:
         """Return the seconds of a step without drafting: every request gets one token."""
