@@ -143,13 +143,15 @@ def experience_of(
     """Return what earlier calls with these models have taught on this machine. Costs begin with the table that fits
     best, or an estimate, and are kept among this user's tables; acceptance is forgotten with the process."""
     known = _experiences.setdefault(draft, WeakKeyDictionary()).setdefault(target, {})
-    machine = Machine.of(target, draft)
-    key = machine.key, do_sample, domain
+    # What may change between calls; to name the machine takes milliseconds.
+    here = target.dtype, target.device, torch.get_num_threads(), fast_linears.packs(target), draft.config.block_size
+    key = here, do_sample, domain
     if key not in known:
-        begin = find_cost(target, draft) or estimated_cost(target, draft)
-        keep = partial(keep_profile, machine, end=".learned.json")
-        costs = known.get(machine.key) or LearnedCosts(begin, draft.config.block_size, keep)
-        known[machine.key], known[key] = costs, Experience(costs)
+        if here not in known:
+            begin = find_cost(target, draft) or estimated_cost(target, draft)
+            keep = partial(keep_profile, Machine.of(target, draft), end=".learned.json")
+            known[here] = LearnedCosts(begin, draft.config.block_size, keep)
+        known[key] = Experience(known[here])
     return known[key]
 
 
