@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING
 import torch
 import torch.nn.functional as F
 from torch import nn
-from transformers.activations import ACT2FN
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+from transformers.models.llama.modeling_llama import LlamaMLP
 
 from .block_attention import CachedPass, KeyRanges, SlidingWindow
 from .configuration_draft import DraftConfig
@@ -164,18 +164,6 @@ def window_of(config: DraftConfig, layer_idx: int) -> SlidingWindow | None:
     return SlidingWindow(config.sliding_window, config.sliding_from_anchor, config.causal_sliding)
 
 
-class DSparkMLP(nn.Module):
-    def __init__(self, config: DraftConfig) -> None:
-        super().__init__()
-        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
-        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
-        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=config.mlp_bias)
-        self.activation = ACT2FN[config.hidden_act]
-
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        return self.down_proj(self.activation(self.gate_proj(hidden)) * self.up_proj(hidden))
-
-
 class BlockConvolution(nn.Module):
     """A depthwise convolution over the slots of a block, before and after a sublayer (DFlash 2).
 
@@ -215,7 +203,7 @@ class DraftLayer(GradientCheckpointingLayer):
         super().__init__()
         of_v4 = config.q_lora_rank is not None
         self.self_attn = V4Attention(config, layer_idx) if of_v4 else DraftAttention(config, layer_idx, input_size)
-        self.mlp = v4_module("SparseMoeBlock", config, 0) if config.num_experts else DSparkMLP(config)
+        self.mlp = v4_module("SparseMoeBlock", config, 0) if config.num_experts else LlamaMLP(config)
         self.sandwich_norms = config.sandwich_norms
         self.input_layernorm = DSparkRMSNorm(config.hidden_size, config.rms_norm_eps)
         # With sandwich norms (Gemma) this one follows the attention; without, it precedes the MLP.
