@@ -9,8 +9,6 @@ speculators and vLLM from the embedding on.
 from dataclasses import replace
 from typing import Any
 
-from transformers import PreTrainedConfig
-
 from . import fields
 from .fields import OMIT, ONLY_QWEN3_LAYERS, WINDOW_PLACES, Field, Format, Source, architectures, geometry, look_up
 from .fields import SPECULATORS_LAYERS as _LAYERS
@@ -99,11 +97,6 @@ _FLAT_TAPS = (
 _VLLM_TAPS = "eagle_aux_hidden_state_layer_ids"
 
 
-def _eagle_config(config: PreTrainedConfig, target: PreTrainedConfig | None) -> Any:
-    taps = {"eagle_aux_hidden_state_layer_ids": config.target_layer_ids, "use_aux_hidden_state": True}
-    return OMIT if config.target_layer_ids is None else taps
-
-
 FLAT = Format(
     name="sglang",
     model_type="dspark_eagle3",
@@ -143,7 +136,9 @@ FLAT = Format(
         Field("target_model_type", default=None),
     ),
     writes={
-        "eagle_config": _eagle_config,
+        "eagle_config": lambda c, target: (
+            {_VLLM_TAPS: c.target_layer_ids, "use_aux_hidden_state": True} if c.target_layer_ids is not None else OMIT
+        ),
         "rope_theta": lambda c, target: c.rope_parameters["rope_theta"],
         "rope_scaling": fields.old_rope_scaling,
     },
