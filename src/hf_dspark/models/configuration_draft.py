@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from difflib import get_close_matches
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
 import torch
 from huggingface_hub.dataclasses import strict
@@ -27,6 +27,7 @@ from ..scheduling.tree_plans import SiblingAcceptance, usual_acceptance
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+Target: TypeAlias = "PreTrainedConfig | PreTrainedModel"
 CALIBRATED = ("sts_temperatures", "confidence_fits", "sibling_acceptance")  # the fields that a calibration sets
 # What each type needs besides rope_theta.
 ROPE_NUMBERS = {
@@ -281,7 +282,7 @@ class DraftConfig(PreTrainedConfig):
         )
 
     @classmethod
-    def from_target(cls, target_config: "PreTrainedConfig | PreTrainedModel", **overrides: Any) -> "DraftConfig":
+    def from_target(cls, target_config: Target, **overrides: Any) -> "DraftConfig":
         """Return the configuration of an untrained draft for a target.
 
         It taps five evenly spaced layers, and takes over geometry, rotary parameters and scales. Its layers turn whole
@@ -413,7 +414,7 @@ def _reason(error: Exception) -> str:
     return one_line(error, size=1200)
 
 
-def text_config(target: "PreTrainedConfig | PreTrainedModel") -> PreTrainedConfig:
+def text_config(target: Target) -> PreTrainedConfig:
     """Return the text part of a target's configuration; a `ValueError` if the target is an encoder-decoder."""
     config = getattr(target, "config", target)
     if not isinstance(config, PreTrainedConfig):

@@ -1,16 +1,12 @@
 """The configuration of a DSpark draft: facts about the model, and nothing else."""
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from huggingface_hub.dataclasses import strict
-from transformers import PreTrainedConfig
 
 from ..scheduling.calibration import check_logit_fits, check_siblings, check_temperatures
-from .configuration_draft import DraftConfig, text_config
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+from .configuration_draft import DraftConfig, Target, text_config
 
 # Their classes stand in `heads.py`, in this order. The last two are DFlash 2's and Domino's.
 MARKOV_HEAD_TYPES = ("vanilla", "gated", "rnn", "selector", "domino")
@@ -181,7 +177,7 @@ class DSparkConfig(DraftConfig):
         return self.block_size + (not self.sample_from_anchor)
 
     @classmethod
-    def from_target(cls, target_config: "PreTrainedConfig | PreTrainedModel", **overrides: Any) -> "DSparkConfig":
+    def from_target(cls, target_config: Target, **overrides: Any) -> "DSparkConfig":
         """As [`DraftConfig.from_target`]; the layer count goes by the target's depth, and is at most 5."""
         depth = text_config(target_config).num_hidden_layers
         return super().from_target(target_config, **({"num_hidden_layers": max(1, min(5, depth // 6))} | overrides))

@@ -1,15 +1,11 @@
 """The configuration of an Eagle3 draft: facts about the model, and nothing else."""
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from huggingface_hub.dataclasses import strict
-from transformers import PreTrainedConfig
 
-from .configuration_draft import DraftConfig, text_config
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+from .configuration_draft import DraftConfig, Target, text_config
 
 NUM_DEFAULT_TAPS = 3
 
@@ -77,7 +73,7 @@ class Eagle3Config(DraftConfig):
         yield mask is None or 0 <= mask < tokens, "mask_token_id", f"lie in [0, {tokens}), or be None"
 
     @classmethod
-    def from_target(cls, target_config: "PreTrainedConfig | PreTrainedModel", **overrides: Any) -> "Eagle3Config":
+    def from_target(cls, target_config: Target, **overrides: Any) -> "Eagle3Config":
         """As [`DraftConfig.from_target`]; with `mtp=True`, one token from the target's last hidden state."""
         last, usual = text_config(target_config).num_hidden_layers - 1, {}
         if overrides.get("mtp"):
