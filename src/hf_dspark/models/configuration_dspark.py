@@ -27,7 +27,6 @@ class DSparkConfig(DraftConfig):
         attention_scaling (`float`, *optional*): Factor on the scores; `None` is head_dim ** -0.5, Gemma 4 has 1.0.
         layer_types (`list[str]`, *optional*): `full_attention` or `sliding_attention` per layer.
         sliding_window (`int`, *optional*): Tokens a sliding layer sees: 0 <= query - key < window.
-        qk_norm (`bool`): RMS norm on queries and keys per head (Qwen3, Gemma 3 and 4).
         value_norm (`bool`): Scale-free RMS norm on values (Gemma 4).
         attention_k_eq_v (`bool`): Values are the key projection; there is no v_proj (Gemma 4).
         sandwich_norms (`bool`): Norms after attention and around the MLP (Gemma).
@@ -56,8 +55,6 @@ class DSparkConfig(DraftConfig):
         sliding_from_anchor (`bool`): In sliding layers, all slots see the same last `sliding_window` tokens of the
             context, and their block (speculators).
         causal_sliding (`bool`): In sliding layers, a slot sees no later slot of its block (speculators).
-        draft_vocab_size (`int`, *optional*): V_d of a draft with a pruned vocabulary, which has an LM head of its own
-            and never proposes any other token; `None` for the target's whole vocabulary.
         attention_sinks (`bool`): A learnt score per head that takes attention weight and gives nothing (MiMo).
         embedding_norm (`bool`): Whether embedding rows pass the norm that a target may have inside its embedding
             (Muse Glimmer); drafts of other projects read the bare table.
@@ -90,7 +87,6 @@ class DSparkConfig(DraftConfig):
     attention_scaling: float | None = None
     layer_types: list[str] | None = None
     sliding_window: int | None = None
-    qk_norm: bool = True
     value_norm: bool = False
     attention_k_eq_v: bool = False
     sandwich_norms: bool = False
@@ -110,7 +106,6 @@ class DSparkConfig(DraftConfig):
     sample_from_anchor: bool = True
     sliding_from_anchor: bool = False
     causal_sliding: bool = False
-    draft_vocab_size: int | None = None
     attention_sinks: bool = False
     embedding_norm: bool = True
     num_experts: int = 0
