@@ -13,9 +13,9 @@ import sys
 import traceback
 import warnings
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import redirect_stdout, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from glob import escape, glob
 from importlib import import_module
 from pathlib import Path
@@ -35,6 +35,7 @@ class Console:
     output: TextIO
     json: bool  # one JSON document is all that is printed on `output`
     quiet: bool  # no progress, no notes
+    more: dict[str, Any] = field(default_factory=dict)  # that the document also says
 
     @property
     def progress(self) -> bool:
@@ -49,10 +50,17 @@ class Console:
         if not self.quiet:
             print(text, file=sys.stderr, flush=True)
 
+    def skip(self, faults: Iterable[Any]) -> None:
+        """Name the lines that are left out."""
+        self.more["skipped_lines"] = list(map(str, faults))
+        for line in self.more["skipped_lines"]:
+            self.note(f"skipped {line}")
+
     def document(self, content: dict[str, Any]) -> None:
         """Print the answer as JSON, if that was asked for."""
         if self.json:
-            print(json.dumps(content, indent=1, ensure_ascii=False, allow_nan=False), file=self.output, flush=True)
+            text = json.dumps(content | self.more, indent=1, ensure_ascii=False, allow_nan=False)
+            print(text, file=self.output, flush=True)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -26,7 +26,7 @@ from hf_dspark.scheduling.rounds import Rounds
 from hf_dspark.targets.support import TargetSupport
 
 from . import Console, said
-from .models import choose_policy, generate_kwargs, load_models, note_faults, values_of
+from .models import choose_policy, generate_kwargs, load_models, values_of
 
 SEVERAL_KINDS = (  # raced where no prompt is given
     "Why is the sky blue?",
@@ -38,16 +38,17 @@ SEVERAL_KINDS = (  # raced where no prompt is given
 )
 
 
-def read_given(options: Namespace, console: Console) -> tuple[list[Prompt], list[str]]:
-    """Return the prompts of a command, and the lines of its file that are left out."""
+def read_given(options: Namespace, console: Console) -> list[Prompt]:
     if options.prompts_file is None:
-        return read_prompts(options.prompts or [sys.stdin.read().rstrip("\n")]), []
+        console.skip([])
+        return read_prompts(options.prompts or [sys.stdin.read().rstrip("\n")])
     read = read_prompt_file(options.prompts_file, options.num_prompts, several_turns=False)
-    return read.prompts, note_faults(console, read)
+    console.skip(read.faults)
+    return read.prompts
 
 
 def run_generate(options: Namespace, console: Console) -> bool:
-    read, faults = read_given(options, console)
+    read = read_given(options, console)
     target, tokenizer, draft = load_models(options)
     prompts = [as_chat(prompt, tokenizer, options.enable_thinking) for prompt in read]
     kwargs = generate_kwargs(options, target)
@@ -83,7 +84,6 @@ def run_generate(options: Namespace, console: Console) -> bool:
         "tau": rounds.tau if rounds.rounds else None,
         "sampling": describe_sampling(kwargs, target, options.seed),
         "policy": policy.to_dict(),
-        "skipped_lines": faults,
     }
     console.note("{tokens} tokens in {seconds:.2f} s ({tokens_per_second:.0f} tokens/s)".format(**document))
     if rounds.rounds:
@@ -95,7 +95,7 @@ def run_generate(options: Namespace, console: Console) -> bool:
 def run_race(options: Namespace, console: Console) -> bool:
     if options.prompts_file is None:
         options.prompts = options.prompts or list(SEVERAL_KINDS)
-    read, faults = read_given(options, console)
+    read = read_given(options, console)
     target, tokenizer, draft = load_models(options)
     draft, kwargs = draft or attach(target).draft, generate_kwargs(options, target)
     sampling = describe_sampling(kwargs, target, options.seed)
@@ -123,7 +123,7 @@ def run_race(options: Namespace, console: Console) -> bool:
     told = "\n".join(f"{name}: {choice}" for name, choice in chosen.items())
     console.show(f"{_race_table(found, answers)}\n\n{told}\nfastest: {best}")
     ways = {name: asdict(part) for name, part in found.items()}
-    console.document({"ways": ways, "fastest": best, "chosen": chosen, "sampling": sampling, "skipped_lines": faults})
+    console.document({"ways": ways, "fastest": best, "chosen": chosen, "sampling": sampling})
     return True
 
 
@@ -156,14 +156,13 @@ def _choice(answers: Sequence[Answer]) -> str:
 
 
 def run_regenerate(options: Namespace, console: Console) -> bool:
-    read = read_prompt_file(options.prompts_file, options.num_prompts, several_turns=False)
-    faults = note_faults(console, read)
+    read = read_given(options, console)
     target, tokenizer, draft = load_models(options)
     kwargs = values_of(options, "output_file", "num_samples", "batch_size", "enable_thinking", "seed")
-    report = regenerate(target, read.prompts, tokenizer, draft=draft, **kwargs, **generate_kwargs(options, target))
+    report = regenerate(target, read, tokenizer, draft=draft, **kwargs, **generate_kwargs(options, target))
     console.show(
         f"{report.num_answers} answers in {report.output_file}, {report.num_unfinished} of them cut by their length; "
         f"{report.num_failed} failed"
     )
-    console.document(asdict(report) | {"output_file": str(report.output_file), "skipped_lines": faults})
+    console.document(asdict(report) | {"output_file": str(report.output_file)})
     return report.num_failed == 0

@@ -21,7 +21,7 @@ from hf_dspark.models.auto import load_draft
 from hf_dspark.scheduling.step_costs import cache_folder, find_cost
 
 from . import Console
-from .models import choose_policy, generate_kwargs, load_models, note_faults, values_of
+from .models import choose_policy, generate_kwargs, load_models, values_of
 
 
 def run_eval(options: Namespace, console: Console) -> bool:
@@ -29,7 +29,7 @@ def run_eval(options: Namespace, console: Console) -> bool:
     if len(tasks) < len(options.prompts or tasks):
         raise ValueError("--prompts names a task twice: give NAME=FILE with different names")
     files = {name: read_prompt_file(path, options.num_prompts) for name, path in tasks.items()}
-    faults = note_faults(console, *files.values())
+    console.skip(fault for file in files.values() for fault in file.faults)
     target, tokenizer, draft = load_models(options)
     kwargs = values_of(options, "batch_size", "seed", "enable_thinking", "packed") | generate_kwargs(options, target)
     if options.policy is not None:
@@ -41,7 +41,7 @@ def run_eval(options: Namespace, console: Console) -> bool:
     for part in unanswered:
         console.note(f"{part.task} line {part.line} failed: {part.error}")
     console.note(f"the result is in {options.result_file}")
-    console.document(found.to_dict() | {"skipped_lines": faults})
+    console.document(found.to_dict())
     return not unanswered
 
 
@@ -52,7 +52,7 @@ def run_calibrate(options: Namespace, console: Console) -> bool:
         raise ValueError(f"--draft {folder} is {where}: name the folder of the calibrated draft with --output_dir")
     require_writable(folder)
     read = read_prompt_file(options.prompts_file, options.num_prompts)
-    faults = note_faults(console, read)
+    console.skip(read.faults)
     target, tokenizer, draft = load_models(options)
     kwargs = generate_kwargs(options, target)
     prompts = [as_chat(prompt, tokenizer, options.enable_thinking) for prompt in read.prompts]
@@ -94,7 +94,7 @@ def run_calibrate(options: Namespace, console: Console) -> bool:
     ]
     console.show(markdown_table([f"{report.domain}: position", "slope", "offset", "ECE raw", "ECE calibrated"], rows))
     console.note(f"the calibration is in {folder / 'config.json'}, the result is in {result_file}")
-    console.document(result | {"skipped_lines": faults})
+    console.document(result)
     return True
 
 

@@ -10,15 +10,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from hf_dspark.cpu.small_batch_gemm import lacks_bfloat16
-from hf_dspark.data.prompts import PromptFile
 from hf_dspark.decoding.hook import default_policy
 from hf_dspark.models.auto import load_draft, names_a_draft
 from hf_dspark.models.modeling_draft import DraftModel
 from hf_dspark.scheduling.policies import ConfidenceThreshold, FullBlock, Policy
 from hf_dspark.scheduling.scheduler import Scheduler
 from hf_dspark.scheduling.step_costs import experience_of
-
-from . import Console
 
 
 def require_revisions(options: Namespace) -> None:
@@ -87,14 +84,6 @@ def _load_target(options: Namespace) -> tuple[PreTrainedModel, Tokenizer]:
 def values_of(options: Namespace, *names: str) -> dict[str, Any]:
     """Return the options that were given, or have a default, by their names."""
     return {name: getattr(options, name) for name in names if getattr(options, name) is not None}
-
-
-def note_faults(console: Console, *files: PromptFile) -> list[str]:
-    """Name the lines that are left out."""
-    faults = [str(fault) for file in files for fault in file.faults]
-    for fault in faults:
-        console.note(f"skipped {fault}")
-    return faults
 
 
 def choose_policy(policy: tuple[str, float | None], target: PreTrainedModel, draft: DraftModel | None) -> Policy:

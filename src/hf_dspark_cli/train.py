@@ -46,8 +46,7 @@ def run_train(options: Namespace, console: Console) -> bool:
     arguments = _training_arguments(options, console)
     checkpoint = _checkpoint_to_resume(arguments)
     rows, held_out, faults = _read_rows(options, arguments.seed)
-    for fault in faults:
-        console.note(f"skipped {fault}")
+    console.skip(faults)
     arguments.eval_on_start = held_out is not None
     require_roles(options)
     # In float32; small, so that mistakes show soon.
@@ -69,7 +68,7 @@ def run_train(options: Namespace, console: Console) -> bool:
             console.show(gain)
         console.show(f"the draft is in {arguments.output_dir}, the result in {result_file}")
         console.note(_next_commands(options, trainer.draft.config.enable_confidence_head))
-        console.document(result | {"output_dir": arguments.output_dir, "skipped_lines": faults})
+        console.document(result | {"output_dir": arguments.output_dir})
     return True
 
 

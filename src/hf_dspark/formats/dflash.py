@@ -144,15 +144,10 @@ FLAT_KINDS = (DFLASH2, DOMINO, DFLASH)
 # ---- kinds with published drafts that nothing here computes
 
 
-def _is_dfly(config: Source) -> bool:
-    names = (*architectures(config), str(config.get("speculators_model_type")))
-    return any("dfly" in name.lower() for name in names)
-
-
 DFLY = replace(
     SGLANG,
     name="dfly",
-    recognise=_is_dfly,
+    recognise=lambda c: "dfly" in f"{architectures(c)} {c.get('speculators_model_type')}".lower(),
     accepts={},
     sections=(),
     layers=(),

@@ -9,31 +9,8 @@ speculators and vLLM from the embedding on.
 from dataclasses import replace
 from typing import Any
 
-from transformers import PreTrainedConfig
-
-from .fields import (
-    OMIT,
-    ONLY_QWEN3_LAYERS,
-    QWEN3_BASE,
-    QWEN3_EMBEDDING,
-    ROPE_PLACES,
-    SPECULATORS_ROPE,
-    SPECULATORS_WRITES,
-    WINDOW_PLACES,
-    Field,
-    Format,
-    Source,
-    architectures,
-    geometry,
-    layer_ids,
-    look_up,
-    old_rope_scaling,
-    proposed_tokens,
-    rope,
-    slides_there,
-    speculators_base,
-    speculators_vocab,
-)
+from . import fields
+from .fields import OMIT, ONLY_QWEN3_LAYERS, WINDOW_PLACES, Field, Format, Source, architectures, geometry, look_up
 from .fields import SPECULATORS_LAYERS as _LAYERS
 
 USUAL_STEPS = 7  # of the projects' trainings, and so the number of draft tokens where a checkpoint does not say it
@@ -43,7 +20,9 @@ _ARCHITECTURES = (
 )  # fmt: skip
 _PARALLEL_ARCHITECTURES = ("PEagleDraftModel", "PeagleLlamaForCausalLM", "PeagleQwen3ForCausalLM")
 _PLAIN_ARCHITECTURES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
-_FULL_ATTENTION = {"an Eagle3 draft attends to its whole context, here layer_types says otherwise": slides_there}
+_FULL_ATTENTION = {
+    "an Eagle3 draft attends to its whole context, here layer_types says otherwise": fields.slides_there
+}
 _FIRST_LAYER = (
     *(f"self_attn.{part}_proj.{kind}" for part in "qkvo" for kind in ("weight", "bias")),
     *(f"mlp.{part}_proj.{kind}" for part in ("gate", "up", "down") for kind in ("weight", "bias")),
@@ -90,7 +69,7 @@ def _narrow(prefix: str = "") -> tuple[Field, ...]:
 
 def _taps(outputs: tuple[str, ...], counted_from_embedding: str, config: Source) -> list[int] | None:
     """Return which layers' outputs are read, in the order of the layers; `None`: by the depth of the target."""
-    ids, others = layer_ids(config, *outputs), layer_ids(config, counted_from_embedding)
+    ids, others = fields.layer_ids(config, *outputs), fields.layer_ids(config, counted_from_embedding)
     others = others and [tap - 1 for tap in others]
     if ids and others and sorted(ids) != sorted(others):
         raise ValueError(
@@ -101,7 +80,7 @@ def _taps(outputs: tuple[str, ...], counted_from_embedding: str, config: Source)
 
 
 # What the layers of all have in common. Drafts of several layers give the embedding to the first one alone.
-_COMMON = {name: value for name, value in QWEN3_EMBEDDING.items() if name != "mlp_bias"} | {"mtp": False}
+_COMMON = {name: value for name, value in fields.QWEN3_EMBEDDING.items() if name != "mlp_bias"} | {"mtp": False}
 _LAYERS_AND_NORMS = (
     Field("embedding_in_all_layers", read=lambda c: False, write=OMIT),
     *(Field(name, default=False) for name in ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")),
@@ -116,11 +95,6 @@ _FLAT_TAPS = (
     "eagle_config.target_hidden_layer_ids", "target_hidden_layer_ids",
 )  # fmt: skip
 _VLLM_TAPS = "eagle_aux_hidden_state_layer_ids"
-
-
-def _eagle_config(config: PreTrainedConfig, target: PreTrainedConfig | None) -> Any:
-    taps = {"eagle_aux_hidden_state_layer_ids": config.target_layer_ids, "use_aux_hidden_state": True}
-    return OMIT if config.target_layer_ids is None else taps
 
 
 FLAT = Format(
@@ -148,8 +122,8 @@ FLAT = Format(
         ),
         Field(
             "rope_parameters",
-            read=lambda c: rope(c, layer_type="sliding_attention", theta=10000.0),  # Llama's
-            reads=ROPE_PLACES,
+            read=lambda c: fields.rope(c, layer_type="sliding_attention", theta=10000.0),  # Llama's
+            reads=fields.ROPE_PLACES,
             write=OMIT,
         ),
         Field(
@@ -162,9 +136,11 @@ FLAT = Format(
         Field("target_model_type", default=None),
     ),
     writes={
-        "eagle_config": _eagle_config,
+        "eagle_config": lambda c, target: (
+            {_VLLM_TAPS: c.target_layer_ids, "use_aux_hidden_state": True} if c.target_layer_ids is not None else OMIT
+        ),
         "rope_theta": lambda c, target: c.rope_parameters["rope_theta"],
-        "rope_scaling": old_rope_scaling,
+        "rope_scaling": fields.old_rope_scaling,
     },
     constants=_COMMON,
     base=lambda target: {
@@ -239,8 +215,8 @@ FLAT = Format(
 
 
 def _full_attention_base(kind: str, model: str) -> dict[str, Any]:
-    layers = QWEN3_BASE | {"use_sliding_window": False, "sliding_window": None}
-    return speculators_base(kind, model) | {"transformer_layer_config": layers}
+    layers = fields.QWEN3_BASE | {"use_sliding_window": False, "sliding_window": None}
+    return fields.speculators_base(kind, model) | {"transformer_layer_config": layers}
 
 
 SPECULATORS = Format(
@@ -251,7 +227,7 @@ SPECULATORS = Format(
         *geometry(_LAYERS),
         Field("mlp_bias", _LAYERS + "mlp_bias", False),
         *_narrow(_LAYERS),
-        Field("draft_vocab_size", read=speculators_vocab, write=lambda c, target: c.num_draft_tokens),
+        Field("draft_vocab_size", read=fields.speculators_vocab, write=lambda c, target: c.num_draft_tokens),
         Field(
             "qk_norm",
             _LAYERS + "model_type",
@@ -261,11 +237,11 @@ SPECULATORS = Format(
         *_LAYERS_AND_NORMS,
         Field(
             "block_size",
-            read=lambda c: USUAL_STEPS if proposed_tokens(c) is None else proposed_tokens(c),
+            read=lambda c: USUAL_STEPS if fields.proposed_tokens(c) is None else fields.proposed_tokens(c),
             reads=("speculators_config",),
             write=OMIT,
         ),
-        SPECULATORS_ROPE,
+        fields.SPECULATORS_ROPE,
         Field(
             "target_layer_ids",
             _VLLM_TAPS,
@@ -276,13 +252,13 @@ SPECULATORS = Format(
         Field("target_model_type", read=lambda c: None, write=OMIT),
     ),
     writes={
-        **SPECULATORS_WRITES,
+        **fields.SPECULATORS_WRITES,
         _LAYERS + "layer_types": lambda c, target: ["full_attention"] * c.num_hidden_layers if c.qk_norm else OMIT,
     },
     constants=_COMMON | {"mask_token_id": None},
     base=lambda target: _full_attention_base("eagle3", "Eagle3Speculator") | {"embed_requires_grad": False},
     accepts={"speculators_model_type": ("eagle3",), _LAYERS + "model_type": (None, "qwen3", "llama")},
-    unreadable={reason: lambda c: slides_there(c, _LAYERS) for reason in _FULL_ATTENTION},
+    unreadable={reason: lambda c: fields.slides_there(c, _LAYERS) for reason in _FULL_ATTENTION},
     refusals={**ONLY_QWEN3_LAYERS, **_EMBEDDING_ONCE},
     copies=("lm_head.weight",),
     holds_own_weights=True,

@@ -7,35 +7,8 @@ from typing import Any
 
 from transformers import PreTrainedConfig
 
-from .fields import (
-    NO_FILL_IN,
-    NO_WINDOW_FROM_ANCHOR,
-    OMIT,
-    ONLY_QWEN3_LAYERS,
-    QWEN3_BASE,
-    QWEN3_LAYERS,
-    ROPE_PLACES,
-    TARGET_DEPTH,
-    TARGET_TYPE,
-    WINDOW_PLACES,
-    Field,
-    Format,
-    Rules,
-    Source,
-    Write,
-    architectures,
-    geometry,
-    integer,
-    is_anchored,
-    layer_types_there,
-    layout,
-    look_up,
-    old_rope_scaling,
-    rope,
-    slides,
-    slides_there,
-    window_if_sliding,
-)
+from . import fields
+from .fields import OMIT, TARGET_DEPTH, Field, Rules, Source, integer, is_anchored, layout, look_up, rope, slides_there
 
 _SECTIONS = ("dspark_config", "dflash_config")
 HEADS = ("markov_rank", "markov_head_type", "enable_confidence_head", "confidence_head_with_markov")
@@ -56,7 +29,7 @@ def _all_slide(config: Source) -> bool:
 def _flat_layer_types(config: Source) -> Any:
     if _all_slide(config):
         return ["sliding_attention"] * integer(config, "num_hidden_layers")
-    return layer_types_there(config)
+    return fields.layer_types_there(config)
 
 
 def _flat_slides(config: Source) -> bool:
@@ -87,7 +60,7 @@ def is_ours(config: Source) -> bool:
     return config.get("model_type") == "dspark" and own_rope and not any(name in config for name in _SECTIONS)
 
 
-def flat_section(kind: str, places: Mapping[str, str]) -> Write:
+def flat_section(kind: str, places: Mapping[str, str]) -> fields.Write:
     """Return what writes the section in which servers look for what is not Qwen3's, of its places and our fields."""
 
     def write(config: PreTrainedConfig, target: PreTrainedConfig | None) -> dict[str, Any]:
@@ -135,16 +108,16 @@ def layout_rules(anchored: bool) -> Rules:
     }
 
 
-SGLANG = Format(
+SGLANG = fields.Format(
     name="sglang",
     recognise=lambda c: (
-        any(name.endswith(("DSparkDraftModel", "DFlashDraftModel", "DSparkModel")) for name in architectures(c))
+        any(name.endswith(("DSparkDraftModel", "DFlashDraftModel", "DSparkModel")) for name in fields.architectures(c))
         and "speculators_model_type" not in c
         and not is_ours(c)
     ),
     sections=_SECTIONS,
     fields=(
-        *geometry(),
+        *fields.geometry(),
         TARGET_DEPTH,
         Field("markov_rank", default=0),
         Field("markov_head_type", default="vanilla"),
@@ -156,19 +129,19 @@ SGLANG = Format(
         Field("confidence_head_with_markov", default=True),
         Field("target_layer_ids", read=_flat_taps),
         Field("mask_token_id"),
-        Field("layer_types", read=_flat_layer_types, reads=(*WINDOW_PLACES, "use_swa")),
+        Field("layer_types", read=_flat_layer_types, reads=(*fields.WINDOW_PLACES, "use_swa")),
         Field(
             "sliding_window",
             read=lambda c: look_up(c, "sliding_window", "swa_window_size") if _flat_slides(c) else None,
             reads=("sliding_window", "swa_window_size"),
-            write=window_if_sliding,
+            write=fields.window_if_sliding,
         ),
         Field(
             "causal_sliding",
             "is_causal",
             read=_flat_causal,
             reads=_CAUSAL,
-            write=lambda c, target: False if slides(c) and not c.causal_sliding else OMIT,
+            write=lambda c, target: False if fields.slides(c) and not c.causal_sliding else OMIT,
         ),
         Field(
             "attention_sinks",
@@ -184,23 +157,23 @@ SGLANG = Format(
             reads=("rope_is_neox_style", "is_neox_style"),
             write=lambda c, target: False if c.rope_interleaved else OMIT,
         ),
-        Field("rope_parameters", read=rope, reads=ROPE_PLACES),
+        Field("rope_parameters", read=rope, reads=fields.ROPE_PLACES),
         *layout(is_anchored, "shift_label"),
-        TARGET_TYPE,
+        fields.TARGET_TYPE,
     ),
     writes={
         "dflash_config": flat_section("dspark", {name: name for name in _SHOWN}),
         "is_neox_style": lambda c, target: False if c.rope_interleaved else OMIT,  # as vLLM calls it
-        "use_sliding_window": lambda c, target: slides(c),
+        "use_sliding_window": lambda c, target: fields.slides(c),
         # Where versions before transformers 5 look for it.
         "rope_theta": lambda c, target: c.rope_parameters["rope_theta"],
-        "rope_scaling": old_rope_scaling,
+        "rope_scaling": fields.old_rope_scaling,
     },
     constants={
-        name: value for name, value in QWEN3_LAYERS.items() if name not in ("attention_sinks", "rope_interleaved")
+        key: each for key, each in fields.QWEN3_LAYERS.items() if key not in ("attention_sinks", "rope_interleaved")
     }
     | {"draft_vocab_size": None},
-    base=lambda target: QWEN3_BASE | {"architectures": ["DSparkDraftModel"]},
+    base=lambda target: fields.QWEN3_BASE | {"architectures": ["DSparkDraftModel"]},
     accepts={
         "architectures": tuple([name] for name in _ARCHITECTURES),
         "projector_type": (None, "dflash", "dspark"),
@@ -214,9 +187,9 @@ SGLANG = Format(
         ),
     },
     refusals={
-        **ONLY_QWEN3_LAYERS,
-        **NO_FILL_IN,
-        **NO_WINDOW_FROM_ANCHOR,
+        **fields.ONLY_QWEN3_LAYERS,
+        **fields.NO_FILL_IN,
+        **fields.NO_WINDOW_FROM_ANCHOR,
     },
     renames=(
         (r"logit_head\.", ""),  # SpecForge's first drafts

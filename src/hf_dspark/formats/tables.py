@@ -8,49 +8,9 @@ from typing import Any
 
 from transformers import PreTrainedConfig
 
-from . import eagle3
+from . import eagle3, fields
 from .dflash import FLAT_KINDS, speculators_kinds
-from .fields import (
-    ASKED,
-    COMMON,
-    NO_FILL_IN,
-    NO_SUCCESSORS,
-    NO_V4_LAYERS,
-    NO_WINDOW_FROM_ANCHOR,
-    OMIT,
-    ONE_BIAS_FLAG,
-    ONLY_QWEN3_LAYERS,
-    QWEN3_BASE,
-    QWEN3_EMBEDDING,
-    QWEN3_LAYERS,
-    REQUIRED,
-    ROPE_PLACES,
-    SPECULATORS_ROPE,
-    SPECULATORS_WRITES,
-    TARGET_DEPTH,
-    TARGET_TYPE,
-    WINDOW_PLACES,
-    Field,
-    Format,
-    Rules,
-    Source,
-    architectures,
-    geometry,
-    integer,
-    is_anchored,
-    layer_ids,
-    layer_types_there,
-    layout,
-    look_up,
-    proposed_tokens,
-    rope,
-    slides,
-    slides_there,
-    speculators_base,
-    speculators_vocab,
-    text_of,
-    window_if_sliding,
-)
+from .fields import OMIT, ONLY_QWEN3_LAYERS, Field, Format, Source, geometry, integer, slides, slides_there, text_of
 from .fields import SPECULATORS_LAYERS as _LAYERS
 from .flat import SGLANG
 
@@ -67,7 +27,7 @@ _ONLY_VANILLA = {
         c.markov_rank > 0 and c.markov_head_type not in ("vanilla", "selector")
     )
 }
-ENGINE_REFUSALS: dict[str, Rules] = {
+ENGINE_REFUSALS: dict[str, fields.Rules] = {
     "llama.cpp": _ONLY_VANILLA | _NEEDS_MARKOV_HEAD,
     "vllm": _ONLY_VANILLA | _NEEDS_MARKOV_HEAD,
     "sglang": _NEEDS_MARKOV_HEAD
@@ -103,7 +63,7 @@ _NEVER_DEEPSPEC = (
 
 def _is_deepspec(config: Source, gemma4: bool) -> bool:
     of_gemma4 = str(config.get("model_type")).startswith("gemma4")
-    named = any(name.endswith("DSparkModel") for name in architectures(config))
+    named = any(name.endswith("DSparkModel") for name in fields.architectures(config))
     return of_gemma4 == gemma4 and named and all(config.get(key) is None for key in _NEVER_DEEPSPEC)
 
 
@@ -117,13 +77,14 @@ _DEEPSPEC_BLOCK = (
     Field("markov_head_type", default="vanilla"),
     Field("enable_confidence_head"),
     Field("confidence_head_with_markov", default=False),
-    TARGET_DEPTH,
+    fields.TARGET_DEPTH,
     *map(Field, ("target_layer_ids", "mask_token_id")),
-    *layout(is_anchored),  # its own blocks predict from the anchor's slot; others have kept theirs in its format
+    # Its own blocks predict from the anchor's slot; others have kept theirs in its format.
+    *fields.layout(fields.is_anchored),
 )
 _DEEPSPEC_COPIES = ("embed_tokens.weight", "lm_head.weight")
 _DEEPSPEC_TRAINING = ("confidence_head_alpha", "confidence_threshold")
-_DEEPSPEC_BASE = QWEN3_BASE | {"sliding_window": None, "use_sliding_window": False}
+_DEEPSPEC_BASE = fields.QWEN3_BASE | {"sliding_window": None, "use_sliding_window": False}
 
 DEEPSPEC_QWEN3 = Format(
     name="deepspec",
@@ -131,18 +92,18 @@ DEEPSPEC_QWEN3 = Format(
     fields=(
         *geometry(),
         *_DEEPSPEC_BLOCK,
-        Field("layer_types", read=layer_types_there, reads=WINDOW_PLACES),
-        Field("sliding_window", read=_deepspec_window, reads=WINDOW_PLACES, write=OMIT),
-        Field("rope_parameters", read=rope, reads=ROPE_PLACES),
-        TARGET_TYPE,
+        Field("layer_types", read=fields.layer_types_there, reads=fields.WINDOW_PLACES),
+        Field("sliding_window", read=_deepspec_window, reads=fields.WINDOW_PLACES, write=OMIT),
+        Field("rope_parameters", read=fields.rope, reads=fields.ROPE_PLACES),
+        fields.TARGET_TYPE,
     ),
-    constants=QWEN3_LAYERS | {"draft_vocab_size": None},
+    constants=fields.QWEN3_LAYERS | {"draft_vocab_size": None},
     # DeepSpec's loader asks for num_anchors; only training uses it.
     base=lambda target: _DEEPSPEC_BASE | {"architectures": ["Qwen3DSparkModel"], "num_anchors": 512},
     accepts={"architectures": (["Qwen3DSparkModel"],)},  # those of other targets have layers of their own
     refusals={
         **ONLY_QWEN3_LAYERS,
-        **NO_FILL_IN,
+        **fields.NO_FILL_IN,
         "DeepSpec's attention masks have no sliding windows: every layer would see everything": slides,
     },
     copies=_DEEPSPEC_COPIES,
@@ -182,8 +143,8 @@ DEEPSPEC_GEMMA4 = Format(
         Field("embedding_scale", read=lambda c: float(integer(c, "hidden_size")) ** 0.5, write=OMIT),
         Field(
             "rope_parameters",
-            read=lambda c: rope(c, layer_type="full_attention"),
-            reads=ROPE_PLACES,
+            read=lambda c: fields.rope(c, layer_type="full_attention"),
+            reads=fields.ROPE_PLACES,
             write=lambda c, target: text_of(target).rope_parameters | {"full_attention": c.rope_parameters},
         ),
         Field(
@@ -198,21 +159,21 @@ DEEPSPEC_GEMMA4 = Format(
             text_of(target).to_dict().get("num_key_value_heads") if c.attention_k_eq_v else c.num_key_value_heads
         ),
     },
-    constants=COMMON
+    constants=fields.COMMON
     | dict.fromkeys(("qk_norm", "value_norm", "sandwich_norms", "layer_scalar"), True)
     | {"attention_scaling": 1.0, "draft_vocab_size": None, "attention_sinks": False, "rope_interleaved": False},
     base=_gemma4_base,
     accepts={"architectures": (["Gemma4DSparkModel"],)},
     unreadable={"Gemma 4 drafts with sliding layers have two head sizes in one model": slides_there},
     refusals={
-        **NO_FILL_IN,
-        **NO_V4_LAYERS,
+        **fields.NO_FILL_IN,
+        **fields.NO_V4_LAYERS,
         "its embedding rows are scaled by the root of their size, this draft's by another factor": lambda c: (
             abs(c.embedding_scale - c.hidden_size**0.5) > 1e-6
         ),
         "Gemma 4 drafts with sliding layers have two head sizes in one model": slides,
-        **ONE_BIAS_FLAG,
-        **NO_SUCCESSORS,
+        **fields.ONE_BIAS_FLAG,
+        **fields.NO_SUCCESSORS,
     },
     copies=_DEEPSPEC_COPIES,
     layers=(),
@@ -223,13 +184,13 @@ DEEPSPEC_GEMMA4 = Format(
 DEEPSPEC_EAGLE3 = Format(
     name="deepspec",
     model_type="dspark_eagle3",
-    recognise=lambda c: any(name.endswith("Eagle3Model") for name in architectures(c)),
+    recognise=lambda c: any(name.endswith("Eagle3Model") for name in fields.architectures(c)),
     fields=(
         *geometry(),
-        TARGET_DEPTH,
+        fields.TARGET_DEPTH,
         Field("target_layer_ids"),
         Field("block_size", "ttt_length"),
-        Field("rope_parameters", read=rope, reads=ROPE_PLACES),
+        Field("rope_parameters", read=fields.rope, reads=fields.ROPE_PLACES),
         Field("target_model_type", "model_type", write=OMIT),
     ),
     writes={
@@ -237,7 +198,7 @@ DEEPSPEC_EAGLE3 = Format(
         "draft_num_hidden_layers": lambda c, target: c.num_hidden_layers,
         "target_model_name_or_path": lambda c, target: target and target.name_or_path,
     },
-    constants=QWEN3_EMBEDDING
+    constants=fields.QWEN3_EMBEDDING
     | dict.fromkeys(("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output", "mtp"), False)
     | {"qk_norm": True, "embedding_in_all_layers": True}
     | dict.fromkeys(("draft_vocab_size", "target_hidden_size", "mask_token_id")),
@@ -259,12 +220,13 @@ _SLOTS = ("block_size", "speculators_config")  # where blocks show their layout 
 
 def _speculators_anchored(config: Source) -> bool:
     """Tell the layout, which versions before 0.7 did not name, by the number of tokens that a block proposes."""
-    anchored, slots, tokens = config.get("sample_from_anchor"), integer(config, "block_size"), proposed_tokens(config)
+    slots, tokens = integer(config, "block_size"), fields.proposed_tokens(config)
+    anchored = config.get("sample_from_anchor")
     if anchored is None and config.get("speculators_model_type") != "dspark":
         anchored = False  # its DFlash
     if anchored is None and tokens in (slots, slots - 1):
         anchored = tokens == slots
-    anchored = config.get(ASKED) if anchored is None else anchored
+    anchored = config.get(fields.ASKED) if anchored is None else anchored
     if not isinstance(anchored, bool):
         raise ValueError(
             f"config.json lacks 'sample_from_anchor', and its speculative_tokens, {tokens!r}, do not tell it: true "
@@ -292,14 +254,14 @@ SPECULATORS = Format(
         Field(
             "layer_types",
             _LAYERS + "layer_types",
-            read=lambda c: layer_types_there(c, _LAYERS),
-            reads=tuple(_LAYERS + place for place in WINDOW_PLACES),
+            read=lambda c: fields.layer_types_there(c, _LAYERS),
+            reads=tuple(_LAYERS + place for place in fields.WINDOW_PLACES),
         ),
         Field(
             "sliding_window",
             _LAYERS + "sliding_window",
             read=lambda c: integer(c, _LAYERS + "sliding_window") if slides_there(c, _LAYERS) else None,
-            write=window_if_sliding,
+            write=fields.window_if_sliding,
         ),
         Field(
             "causal_sliding",
@@ -308,19 +270,25 @@ SPECULATORS = Format(
             write=lambda c, target: slides(c) and not c.causal_sliding,
         ),
         Field("sliding_from_anchor", read=lambda c: slides_there(c, _LAYERS), reads=_SLOTS, write=OMIT),
-        SPECULATORS_ROPE,
+        fields.SPECULATORS_ROPE,
         Field(
             "target_layer_ids",
             "aux_hidden_state_layer_ids",
-            read=lambda c: [tap - 1 for tap in layer_ids(c, "aux_hidden_state_layer_ids", default=REQUIRED)],
+            read=lambda c: [
+                tap - 1 for tap in fields.layer_ids(c, "aux_hidden_state_layer_ids", default=fields.REQUIRED)
+            ],
             write=lambda c, target: [tap + 1 for tap in c.target_layer_ids],
         ),
-        *layout(_speculators_anchored, *_SLOTS),
-        Field("draft_vocab_size", read=speculators_vocab, write=lambda c, target: c.draft_vocab_size or c.vocab_size),
+        *fields.layout(_speculators_anchored, *_SLOTS),
+        Field(
+            "draft_vocab_size",
+            read=fields.speculators_vocab,
+            write=lambda c, target: c.draft_vocab_size or c.vocab_size,
+        ),
     ),
-    writes={_LAYERS + "use_sliding_window": lambda c, target: slides(c), **SPECULATORS_WRITES},
-    constants=QWEN3_LAYERS,
-    base=lambda target: speculators_base("dspark", "DSparkDraftModel") | {"target_hidden_size": None},
+    writes={_LAYERS + "use_sliding_window": lambda c, target: slides(c), **fields.SPECULATORS_WRITES},
+    constants=fields.QWEN3_LAYERS,
+    base=lambda target: fields.speculators_base("dspark", "DSparkDraftModel") | {"target_hidden_size": None},
     accepts={
         "speculators_model_type": ("dspark",),
         _LAYERS + "model_type": (None, "qwen3", "llama"),
@@ -329,10 +297,10 @@ SPECULATORS = Format(
     },
     unreadable={
         "target_hidden_size differs from the draft's hidden_size; a draft here has the target's width": lambda c: (
-            c.get("target_hidden_size") not in (None, look_up(c, _LAYERS + "hidden_size"))
+            c.get("target_hidden_size") not in (None, fields.look_up(c, _LAYERS + "hidden_size"))
         ),
         "transformer_layer_config.use_sliding_window is false, but its layer_types slide": lambda c: (
-            slides_there(c, _LAYERS) and look_up(c, _LAYERS + "use_sliding_window") is False
+            slides_there(c, _LAYERS) and fields.look_up(c, _LAYERS + "use_sliding_window") is False
         ),
     },
     refusals={
@@ -366,9 +334,9 @@ TRANSFORMERS = Format(
             read=lambda c: integer(c, "sliding_window") + 1 if slides_there(c) else None,
             write=lambda c, target: c.sliding_window - 1 if slides(c) else 2048,
         ),
-        Field("rope_parameters", read=rope, reads=ROPE_PLACES),
+        Field("rope_parameters", read=fields.rope, reads=fields.ROPE_PLACES),
     ),
-    constants=QWEN3_LAYERS
+    constants=fields.QWEN3_LAYERS
     | {"markov_rank": 0, "enable_confidence_head": False, "sample_from_anchor": False, "draft_vocab_size": None}
     | {"attention_bias": False, "attention_output_bias": False},
     base=lambda target: {"architectures": ["MuseGlimmerAssistantModel"], "model_type": "muse_glimmer_assistant"},
@@ -379,7 +347,7 @@ TRANSFORMERS = Format(
     },
     refusals={
         **ONLY_QWEN3_LAYERS,
-        **NO_WINDOW_FROM_ANCHOR,
+        **fields.NO_WINDOW_FROM_ANCHOR,
         "its sliding layers see the whole block, this draft's only its earlier slots": lambda c: (
             slides(c) and getattr(c, "causal_sliding", False)
         ),

@@ -41,18 +41,11 @@ def model_card(
     target: str | None = None,
     **metadata: Any,
 ) -> ModelCard:
-    """Return the model card of a draft.
+    """Return the model card of a draft, of result files, or folders of them, of this draft and its target.
 
-    Args:
-        draft ([`DraftModel`]): The draft.
-        results (`Iterable`): Result files, or folders of them, of this draft and its target.
-        repo_id (`str`, *optional*): Where the draft is or will be; by default where it was loaded from.
-        target (`str`, *optional*): The target's name on the Hub, by default the one that the results agree on; results
-            that name a folder may have measured it.
-        metadata: Fields of `huggingface_hub.ModelCardData`, such as `license="mit"`.
-
-    Raises:
-        ValueError: If results are of another draft or target; names the differences.
+    `repo_id` is where the draft is or will be, by default where it was loaded from; `target` the target's name on the
+    Hub, by default the one that the results agree on: those that name a folder may have measured it. `metadata` are
+    fields of `huggingface_hub.ModelCardData`. A `ValueError` names in what results of another draft or target differ.
     """
     found, facts, config = read_results(results), describe_draft(draft), draft.config
     _require_this_draft(found, facts)

@@ -20,17 +20,9 @@ from huggingface_hub import save_torch_state_dict
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
 from ..files import listed, naming
+from ..formats import translate
 from ..formats.checkpoint import CONFIG_FILE, STS_FILE, Checkpoint, kept_tokens_mask
 from ..formats.tables import FORMAT_NAMES, FORMATS, OURS
-from ..formats.translate import (
-    config_to_format,
-    draft_model_type,
-    engines_of,
-    exports_of,
-    find_format,
-    not_exported,
-    read_draft_config,
-)
 from ..models.auto import DRAFTS, is_draft
 from ..models.borrowing import Borrowed, is_same_matrix, lm_head_of
 from ..models.configuration_draft import SHAREABLE, DraftConfig, naming_file
@@ -137,10 +129,10 @@ def _format_for(engine: str | None, config: DraftConfig) -> str:
     known = sorted({name for entry in FORMATS for name in entry.engines})
     if engine not in known:
         raise ValueError(f"engine must be one of {', '.join(known)}, got {engine!r}")
-    exports = exports_of(config)
+    exports = translate.exports_of(config)
     able = [name for name, (engines, _) in exports.items() if engine in engines]
     if not able:
-        raise ValueError(f"{engine} runs this draft in no format. {not_exported(exports)}")
+        raise ValueError(f"{engine} runs this draft in no format. {translate.not_exported(exports)}")
     return able[0]
 
 
@@ -172,14 +164,14 @@ def read_checkpoint(
     only the config is read. The arguments are those of [`convert_checkpoint`].
     """
     checkpoint = Checkpoint.open(source, **hub_kwargs)
-    kind = draft_model_type(checkpoint.config)
+    kind = translate.draft_model_type(checkpoint.config)
     if kind not in DRAFTS:
         named = f"model_type {kind!r}, architectures {checkpoint.config.get('architectures')!r}"
         known = f"the formats {', '.join(FORMAT_NAMES)}"
         raise ValueError(f"{checkpoint.name}/{CONFIG_FILE} ({named}) is no draft in one of {known}")
     known = target_config(target)
     with naming_file(checkpoint):
-        ours = read_draft_config(checkpoint, known, sample_from_anchor)
+        ours = translate.read_draft_config(checkpoint, known, sample_from_anchor)
         ours.pop("auto_map", None)  # code that a repository carries is not used, nor copied
         config = DRAFTS[kind].config_class.from_dict(ours)
     if known is not None:
@@ -237,7 +229,7 @@ def _write_foreign(
     target: Target | None,
     engine: str | None,
 ) -> Written:
-    entry, has_weights = find_format(format, config), isinstance(target, (str, os.PathLike, PreTrainedModel))
+    entry, has_weights = translate.find_format(format, config), isinstance(target, (str, os.PathLike, PreTrainedModel))
     held = tensors | {name: each for name, each in copies.items() if entry.renamed.get(name, name) in entry.copies}
     theirs = {entry.renamed.get(name, name): tensor for name, tensor in held.items()}
     lacking = {*entry.copies} - theirs.keys()
@@ -248,8 +240,8 @@ def _write_foreign(
     if entry.names_target and not (known and known.name_or_path):
         cure = "pass target=..., its folder or name on the Hub, or set target.config.name_or_path"
         raise ValueError(f"the format {entry.name!r} says where the target is: {cure}")
-    written = config_to_format(config, entry, known)
-    engines, notes = engines_of(config, entry, engine)
+    written = translate.config_to_format(config, entry, known)
+    engines, notes = translate.engines_of(config, entry, engine)
     if lacking:
         weights, has_bias = _target_weights(target)
         if has_bias:

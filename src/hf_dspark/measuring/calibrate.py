@@ -19,15 +19,8 @@ from ..models.modeling_draft import DraftModel
 from ..sampling.distributions import TokenDistribution
 from ..sampling.drafts import DraftBlock
 from ..sampling.verification import prefix_weights
-from ..scheduling.calibration import (
-    CalibrationRounds,
-    LogitFits,
-    PositionCalibration,
-    conditional_auc,
-    fit_confidence,
-    fit_temperatures,
-    measure_calibration,
-)
+from ..scheduling import calibration
+from ..scheduling.calibration import CalibrationRounds
 from ..scheduling.policies import FullBlock
 from ..scheduling.rounds import RoundOutcome
 from ..targets.fingerprint import fingerprint
@@ -49,9 +42,9 @@ class CalibrationReport:
     domain: str  # the name under which the temperatures are kept
     num_rounds: int
     temperatures: list[float]  # by position, for serving engines
-    fits: LogitFits  # slope and offset by position, which `generate()` uses; (1, 0) where no fit is better
-    before: list[PositionCalibration] = field(repr=False)  # raw
-    after: list[PositionCalibration] = field(repr=False)  # calibrated
+    fits: calibration.LogitFits  # slope and offset by position, which `generate()` uses; (1, 0) where no fit is better
+    before: list[calibration.PositionCalibration] = field(repr=False)  # raw
+    after: list[calibration.PositionCalibration] = field(repr=False)  # calibrated
     auc: float | None  # of c_k against acceptance over all reached slots
 
     @property
@@ -114,12 +107,13 @@ def calibrate(
         few = f"a calibration on {len(rounds.num_accepted)} rounds says little"
         warnings.warn(f"{few}: give prompts for {FEW_ROUNDS} rounds or more", stacklevel=2)
     domain = domain or ("sampled" if effective_config(target, generate_kwargs).do_sample else "greedy")
-    temperatures, fits = fit_temperatures(rounds), fit_confidence(rounds)
+    temperatures, fits = calibration.fit_temperatures(rounds), calibration.fit_confidence(rounds)
     config = draft.config
     config.sts_temperatures = _with_domain(config.sts_temperatures, domain, temperatures)
     config.confidence_fits = _with_domain(config.confidence_fits, domain, [list(pair) for pair in fits])
-    sides = measure_calibration(rounds), measure_calibration(rounds, fits)
-    return CalibrationReport(domain, len(rounds.logits), temperatures, fits, *sides, conditional_auc(rounds))
+    sides = calibration.measure_calibration(rounds), calibration.measure_calibration(rounds, fits)
+    sides += (calibration.conditional_auc(rounds),)
+    return CalibrationReport(domain, len(rounds.logits), temperatures, fits, *sides)
 
 
 def _with_domain(known: Mapping[str, list] | None, domain: str, found: list) -> dict[str, list]:

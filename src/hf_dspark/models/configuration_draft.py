@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from difflib import get_close_matches
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
 import torch
 from huggingface_hub.dataclasses import strict
@@ -27,6 +27,7 @@ from ..scheduling.tree_plans import SiblingAcceptance, usual_acceptance
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+Target: TypeAlias = "PreTrainedConfig | PreTrainedModel"
 CALIBRATED = ("sts_temperatures", "confidence_fits", "sibling_acceptance")  # the fields that a calibration sets
 # What each type needs besides rope_theta.
 ROPE_NUMBERS = {
@@ -81,6 +82,7 @@ class DraftConfig(PreTrainedConfig):
         rope_interleaved (`bool`): Each entry of a head turns with its neighbour (GPT-J, LFM2.5's drafts) instead of
             the one half a head away.
         attention_bias, attention_output_bias, mlp_bias (`bool`): Biases of q/k/v, o and MLP projections.
+        qk_norm (`bool`): RMS norm on queries and keys per head (Qwen3, Gemma 3 and 4).
         attention_dropout (`float`): Dropout of attention weights in training.
         embedding_scale, logit_scale (`float`): Factors on the embedding rows and on the LM head's output.
         final_logit_softcapping (`float`, *optional*): cap * tanh(logits / cap) on the LM head's output.
@@ -89,6 +91,8 @@ class DraftConfig(PreTrainedConfig):
         target_layer_ids (`list[int]`): Tapped target layers: -1 is the embedding output, i the output of decoder
             layer i. The last layer, which transformers reports after the final norm, is for MTP drafts alone, and for
             those of DeepSeek-V4, whose streams are read before that.
+        draft_vocab_size (`int`, *optional*): V_d of a draft with a pruned vocabulary, which has an LM head of its own
+            and never proposes any other token; `None` for the target's whole vocabulary.
         draft_top_k (`int`, *optional*): Draft among k candidates of each slot only, which is as exact, and saves the
             Markov head's products with large vocabularies.
         draft_window (`int`, *optional*): How many tokens before the anchor blocks see in decoding, unless the options
@@ -111,13 +115,11 @@ class DraftConfig(PreTrainedConfig):
     embedding_norm: ClassVar[bool] = True
     attention_scaling: ClassVar[float | None] = None
     layer_types: ClassVar[list[str] | None] = None
-    qk_norm: ClassVar[bool] = True
     value_norm: ClassVar[bool] = False
     attention_k_eq_v: ClassVar[bool] = False
     attention_sinks: ClassVar[bool] = False
     sandwich_norms: ClassVar[bool] = False
     layer_scalar: ClassVar[bool] = False
-    draft_vocab_size: ClassVar[int | None] = None
     target_hidden_size: ClassVar[int | None] = None
     mtp: ClassVar[bool] = False
     num_experts: ClassVar[int] = 0
@@ -143,6 +145,7 @@ class DraftConfig(PreTrainedConfig):
     attention_bias: bool = False
     attention_output_bias: bool = False
     mlp_bias: bool = False
+    qk_norm: bool = True
     attention_dropout: float | int = 0.0
     embedding_scale: float | int = 1.0
     logit_scale: float | int = 1.0
@@ -150,6 +153,7 @@ class DraftConfig(PreTrainedConfig):
     block_size: int = 7
     num_target_layers: int | None = 36
     target_layer_ids: list[int] | None = None
+    draft_vocab_size: int | None = None
     draft_top_k: int | None = None
     draft_window: int | None = None
     target_model_type: str | None = None
@@ -281,7 +285,7 @@ class DraftConfig(PreTrainedConfig):
         )
 
     @classmethod
-    def from_target(cls, target_config: "PreTrainedConfig | PreTrainedModel", **overrides: Any) -> "DraftConfig":
+    def from_target(cls, target_config: Target, **overrides: Any) -> "DraftConfig":
         """Return the configuration of an untrained draft for a target.
 
         It taps five evenly spaced layers, and takes over geometry, rotary parameters and scales. Its layers turn whole
@@ -413,7 +417,7 @@ def _reason(error: Exception) -> str:
     return one_line(error, size=1200)
 
 
-def text_config(target: "PreTrainedConfig | PreTrainedModel") -> PreTrainedConfig:
+def text_config(target: Target) -> PreTrainedConfig:
     """Return the text part of a target's configuration; a `ValueError` if the target is an encoder-decoder."""
     config = getattr(target, "config", target)
     if not isinstance(config, PreTrainedConfig):

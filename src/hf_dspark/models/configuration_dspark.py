@@ -1,16 +1,12 @@
 """The configuration of a DSpark draft: facts about the model, and nothing else."""
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from huggingface_hub.dataclasses import strict
-from transformers import PreTrainedConfig
 
 from ..scheduling.calibration import check_logit_fits, check_siblings, check_temperatures
-from .configuration_draft import DraftConfig, text_config
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+from .configuration_draft import DraftConfig, Target, text_config
 
 # Their classes stand in `heads.py`, in this order. The last two are DFlash 2's and Domino's.
 MARKOV_HEAD_TYPES = ("vanilla", "gated", "rnn", "selector", "domino")
@@ -31,7 +27,6 @@ class DSparkConfig(DraftConfig):
         attention_scaling (`float`, *optional*): Factor on the scores; `None` is head_dim ** -0.5, Gemma 4 has 1.0.
         layer_types (`list[str]`, *optional*): `full_attention` or `sliding_attention` per layer.
         sliding_window (`int`, *optional*): Tokens a sliding layer sees: 0 <= query - key < window.
-        qk_norm (`bool`): RMS norm on queries and keys per head (Qwen3, Gemma 3 and 4).
         value_norm (`bool`): Scale-free RMS norm on values (Gemma 4).
         attention_k_eq_v (`bool`): Values are the key projection; there is no v_proj (Gemma 4).
         sandwich_norms (`bool`): Norms after attention and around the MLP (Gemma).
@@ -60,8 +55,6 @@ class DSparkConfig(DraftConfig):
         sliding_from_anchor (`bool`): In sliding layers, all slots see the same last `sliding_window` tokens of the
             context, and their block (speculators).
         causal_sliding (`bool`): In sliding layers, a slot sees no later slot of its block (speculators).
-        draft_vocab_size (`int`, *optional*): V_d of a draft with a pruned vocabulary, which has an LM head of its own
-            and never proposes any other token; `None` for the target's whole vocabulary.
         attention_sinks (`bool`): A learnt score per head that takes attention weight and gives nothing (MiMo).
         embedding_norm (`bool`): Whether embedding rows pass the norm that a target may have inside its embedding
             (Muse Glimmer); drafts of other projects read the bare table.
@@ -94,7 +87,6 @@ class DSparkConfig(DraftConfig):
     attention_scaling: float | None = None
     layer_types: list[str] | None = None
     sliding_window: int | None = None
-    qk_norm: bool = True
     value_norm: bool = False
     attention_k_eq_v: bool = False
     sandwich_norms: bool = False
@@ -114,7 +106,6 @@ class DSparkConfig(DraftConfig):
     sample_from_anchor: bool = True
     sliding_from_anchor: bool = False
     causal_sliding: bool = False
-    draft_vocab_size: int | None = None
     attention_sinks: bool = False
     embedding_norm: bool = True
     num_experts: int = 0
@@ -181,7 +172,7 @@ class DSparkConfig(DraftConfig):
         return self.block_size + (not self.sample_from_anchor)
 
     @classmethod
-    def from_target(cls, target_config: "PreTrainedConfig | PreTrainedModel", **overrides: Any) -> "DSparkConfig":
+    def from_target(cls, target_config: Target, **overrides: Any) -> "DSparkConfig":
         """As [`DraftConfig.from_target`]; the layer count goes by the target's depth, and is at most 5."""
         depth = text_config(target_config).num_hidden_layers
         return super().from_target(target_config, **({"num_hidden_layers": max(1, min(5, depth // 6))} | overrides))

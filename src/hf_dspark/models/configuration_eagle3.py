@@ -1,15 +1,11 @@
 """The configuration of an Eagle3 draft: facts about the model, and nothing else."""
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from huggingface_hub.dataclasses import strict
-from transformers import PreTrainedConfig
 
-from .configuration_draft import DraftConfig, text_config
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+from .configuration_draft import DraftConfig, Target, text_config
 
 NUM_DEFAULT_TAPS = 3
 
@@ -23,11 +19,8 @@ class Eagle3Config(DraftConfig):
 
     Args:
         block_size (`int`): γ, the number of draft tokens, one pass each; DeepSpec calls it `ttt_length`.
-        draft_vocab_size (`int`, *optional*): V_d of a draft with a pruned vocabulary, which has an LM head of its own
-            and never proposes any other token; `None` for the target's whole vocabulary.
         target_hidden_size (`int`, *optional*): d of the target where the draft's differs; such a draft has an
             embedding and an LM head of its own.
-        qk_norm (`bool`): RMS norm on queries and keys per head (Qwen3).
         embedding_in_all_layers (`bool`): Whether each layer reads the embedded token anew (DeepSpec), or the first
             alone. Drafts of one layer do not differ.
         norm_before_residual (`bool`): Whether the residual of layers that read the embedding is what their norm gave.
@@ -50,9 +43,7 @@ class Eagle3Config(DraftConfig):
     model_type = "dspark_eagle3"
     taps_by_depth: ClassVar[bool] = True
 
-    draft_vocab_size: int | None = None
     target_hidden_size: int | None = None
-    qk_norm: bool = True
     embedding_in_all_layers: bool = True
     norm_before_residual: bool = False
     fc_norm: bool = False
@@ -77,7 +68,7 @@ class Eagle3Config(DraftConfig):
         yield mask is None or 0 <= mask < tokens, "mask_token_id", f"lie in [0, {tokens}), or be None"
 
     @classmethod
-    def from_target(cls, target_config: "PreTrainedConfig | PreTrainedModel", **overrides: Any) -> "Eagle3Config":
+    def from_target(cls, target_config: Target, **overrides: Any) -> "Eagle3Config":
         """As [`DraftConfig.from_target`]; with `mtp=True`, one token from the target's last hidden state."""
         last, usual = text_config(target_config).num_hidden_layers - 1, {}
         if overrides.get("mtp"):

@@ -6,19 +6,20 @@ from typing import TYPE_CHECKING
 import torch
 import torch.nn.functional as F
 from torch import nn
-from transformers.activations import ACT2FN
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+from transformers.models.llama.modeling_llama import LlamaMLP
 
 from .block_attention import CachedPass, KeyRanges, SlidingWindow
 from .configuration_draft import DraftConfig
-from .v4_layers import v4_module
 
 if TYPE_CHECKING:
     from .configuration_dspark import DSparkConfig
 
 Rotary = tuple[torch.Tensor, torch.Tensor]  # cosines and sines
 Attending = KeyRanges | CachedPass  # who sees what: in training, in a cached pass
+# Modules of DeepSeek-V4 with parameters of their own.
+V4_KINDS = ("DeepseekV4Experts", "DeepseekV4HyperConnection", "DeepseekV4HyperHead", "DeepseekV4TopKRouter")
 
 
 class DSparkRMSNorm(nn.Module):
@@ -164,18 +165,6 @@ def window_of(config: DraftConfig, layer_idx: int) -> SlidingWindow | None:
     return SlidingWindow(config.sliding_window, config.sliding_from_anchor, config.causal_sliding)
 
 
-class DSparkMLP(nn.Module):
-    def __init__(self, config: DraftConfig) -> None:
-        super().__init__()
-        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
-        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
-        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=config.mlp_bias)
-        self.activation = ACT2FN[config.hidden_act]
-
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        return self.down_proj(self.activation(self.gate_proj(hidden)) * self.up_proj(hidden))
-
-
 class BlockConvolution(nn.Module):
     """A depthwise convolution over the slots of a block, before and after a sublayer (DFlash 2).
 
@@ -215,7 +204,7 @@ class DraftLayer(GradientCheckpointingLayer):
         super().__init__()
         of_v4 = config.q_lora_rank is not None
         self.self_attn = V4Attention(config, layer_idx) if of_v4 else DraftAttention(config, layer_idx, input_size)
-        self.mlp = v4_module("SparseMoeBlock", config, 0) if config.num_experts else DSparkMLP(config)
+        self.mlp = v4_module("SparseMoeBlock", config, 0) if config.num_experts else LlamaMLP(config)
         self.sandwich_norms = config.sandwich_norms
         self.input_layernorm = DSparkRMSNorm(config.hidden_size, config.rms_norm_eps)
         # With sandwich norms (Gemma) this one follows the attention; without, it precedes the MLP.
@@ -237,3 +226,47 @@ class DraftLayer(GradientCheckpointingLayer):
             hidden = hidden + attended
             hidden = hidden + self.feed_forward(self.post_attention_layernorm(hidden))
         return hidden if self.layer_scalar is None else hidden * self.layer_scalar
+
+
+# ---- what layers of DeepSeek-V4 have, by the modules of transformers: experts, hyper-connections, low-rank attention
+
+
+def connected(
+    connection: nn.Module, streams: torch.Tensor, sublayer: Callable[[torch.Tensor], torch.Tensor]
+) -> torch.Tensor:
+    """Run a sublayer on streams `[B, Q, n, d]`, whose residual mixing is doubly stochastic."""
+    after, mixing, collapsed = connection(streams)
+    output = sublayer(collapsed)[:, :, None]
+    return after.to(output.dtype)[..., None] * output + mixing.to(output.dtype).transpose(-1, -2) @ streams
+
+
+def init_v4_weights(module: nn.Module, std: float) -> None:
+    """Initialise a module's own parameters as transformers does; those of other modules stay as they are."""
+    if type(module).__name__ in V4_KINDS:
+        for name, parameter in module.named_parameters(recurse=False):
+            if name.endswith("scale"):
+                nn.init.ones_(parameter)
+            elif name.endswith("base"):
+                nn.init.zeros_(parameter)
+            else:
+                nn.init.normal_(parameter, std=std)
+
+
+def v4_module(kind: str, config: "DSparkConfig", *layer_idx: int) -> nn.Module:
+    """Return a `SparseMoeBlock` of routed experts and a shared one, a `HyperConnection`, which gives a sublayer its
+    input and mixes its output into the streams `[B, Q, n, d]`, a `HyperHead`, which makes one state of these after the
+    last layer, or `Attention`, whose submodules are taken: its pass is that of transformers' caches."""
+    from transformers.models.deepseek_v4 import DeepseekV4Config, modeling_deepseek_v4  # slow to import
+
+    names = ["hidden_size", "hidden_act", "rms_norm_eps", "mlp_bias"]
+    names += ["num_experts_per_tok", "moe_intermediate_size"] if config.num_experts else []
+    of_attention = ["num_attention_heads", "head_dim", "q_lora_rank", "o_lora_rank", "o_groups"]
+    names += of_attention if config.q_lora_rank else []
+    facts = {name: getattr(config, name) for name in names} | {"n_routed_experts": config.num_experts}
+    kinds = {"mlp_layer_types": ["moe"], "layer_types": ["sliding_attention"]}
+    found = DeepseekV4Config(num_hidden_layers=1, hc_mult=config.hc_mult, **kinds, **facts)
+    # In neither way a shape depends on the routing: passes can be compiled. Groups need rows of whole 16 bytes;
+    # products of single tokens do not, but copy the experts' weights for each of them.
+    is_aligned = config.num_experts and (config.hidden_size | config.moe_intermediate_size) % 8 == 0
+    found._experts_implementation = "grouped_mm" if is_aligned else "batched_mm"
+    return getattr(modeling_deepseek_v4, f"DeepseekV4{kind}")(found, *layer_idx)

@@ -78,6 +78,7 @@ class DraftModel(PreTrainedModel):
     grows_trees = False  # whether `draft_block` can draw several children of a node
     draws_tails = False  # whether the slots of a block can be drawn again after some of its tokens were committed
     drafts_blocks = True  # whether it proposes anything of its own
+    unsaved: str | None = None  # why there is nothing to save or publish
     reads_own_tokens = False  # whether `committed_ids` of a request begin with the token of its first feature
     base_model_prefix = ""
     main_input_name = "input_ids"
@@ -204,7 +205,12 @@ class DraftModel(PreTrainedModel):
         )
 
     def save_pretrained(self, save_directory: str | Path, *args: Any, **kwargs: Any) -> None:
-        """As in transformers. Weights that were not compared with a target's yet are the draft's own, and saved."""
+        """As in transformers. Weights that were not compared with a target's yet are the draft's own, and saved.
+
+        A `TypeError` says that a draft has no weights of its own.
+        """
+        if self.unsaved is not None:
+            raise TypeError(self.unsaved)
         for name, weight in self.brought.items():
             self._adopt(name, weight)
         self.brought = {}

@@ -13,22 +13,22 @@ from torch import nn
 from ..sampling.distributions import largest
 from ..sampling.drafts import Drafts, Sampler
 from ..sampling.transfers import to_device
+from . import layers
 from .block_attention import BlockLayout, CachedPass, KeyRanges
 from .configuration_dspark import DSparkConfig
 from .fixed_cache import FixedBlocks
 from .heads import MARKOV_HEADS, ConfidenceHead, Successors, with_successors
-from .layers import Attending, BlockConvolution, DraftLayer, DSparkRMSNorm, DSparkRotaryEmbedding, Rotary, V4Attention
+from .layers import Attending, BlockConvolution, DSparkRMSNorm, Rotary, connected, v4_module
 from .losses import SlotLogits
 from .modeling_draft import DraftModel, NewContext
 from .slot_cache import SlotLayout
-from .v4_layers import connected, init_v4_weights, v4_module
 
 # Of `draft_top_k` candidates, one in so many is named by the Markov head, the others by the base logits.
 SUCCESSORS_ONE_IN = 4
 MOST_SUCCESSORS = 64  # their table has so many columns: a config must not ask for gigabytes
 
 
-class DSparkLayer(DraftLayer):
+class DSparkLayer(layers.DraftLayer):
     def __init__(self, config: DSparkConfig, layer_idx: int) -> None:
         super().__init__(config, layer_idx, config.hidden_size)
         self.attention_conv = BlockConvolution(config) if config.conv_kernel_size else None
@@ -104,17 +104,17 @@ class DSparkDraftModel(DraftModel):
         self.add_own_weights()
         self.markov_head = MARKOV_HEADS[config.markov_head_type](config) if config.markov_rank else None
         self.confidence_head = ConfidenceHead(config) if config.enable_confidence_head else None
-        self.rotary = DSparkRotaryEmbedding(config)
+        self.rotary = layers.DSparkRotaryEmbedding(config)
         self._successor_tables: dict[int, Successors] = {}
         self.post_init()
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
         super()._init_weights(module)
-        init_v4_weights(module, self.config.initializer_range)
+        layers.init_v4_weights(module, self.config.initializer_range)
         if isinstance(module, DSparkLayer) and module.layer_scalar is not None:
             nn.init.ones_(module.layer_scalar)
-        elif isinstance(module, V4Attention):
+        elif isinstance(module, layers.V4Attention):
             nn.init.zeros_(module.attention_sink_bias)
         elif isinstance(module, BlockConvolution):
             nn.init.zeros_(module.kernel_projection.weight)

@@ -1,7 +1,5 @@
 """Drafts without a draft model: what the text has said before is proposed again."""
 
-from typing import Any, NoReturn
-
 import torch
 from transformers import PreTrainedModel
 
@@ -34,6 +32,7 @@ class PromptLookup(DraftModel):
     config_class = DSparkConfig
     grows_trees = True
     drafts_blocks = False
+    unsaved = "PromptLookup has no weights to save or publish: make one with PromptLookup(target)"
 
     def __init__(self, target: PreTrainedModel) -> None:
         require_target(target)
@@ -62,7 +61,3 @@ class PromptLookup(DraftModel):
 
     def _draw(self, hidden: None, context: NewContext, sampler: Sampler, num_tokens: int | None) -> Drafts:
         return sampler.finish()  # it knows what was matched
-
-    def save_pretrained(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Raise a `TypeError`: there is nothing to save."""
-        raise TypeError("PromptLookup has no weights to save or publish: make one with PromptLookup(target)")

@@ -2,7 +2,7 @@
 
 import inspect
 from itertools import accumulate
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
@@ -45,6 +45,7 @@ class AssistantDraft(DraftModel):
     config_class = Eagle3Config
     config: Eagle3Config
     reads_own_tokens = True
+    unsaved = "an AssistantDraft has no weights of its own to save or publish: save its assistant"
 
     def __init__(
         self, assistant: PreTrainedModel, block_size: int = BLOCK_SIZE, vocab_size: int | None = None
@@ -94,10 +95,6 @@ class AssistantDraft(DraftModel):
 
     def bind_parts(self, *parts: Any) -> "AssistantDraft":
         return self
-
-    def save_pretrained(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Raise a `TypeError`: the assistant is what can be saved."""
-        raise TypeError("an AssistantDraft has no weights of its own to save or publish: save its assistant")
 
     def _read(self, context: NewContext) -> torch.Tensor:
         """Return the logits after each request's anchor, `[R, V]`. Its slot is written after the context, and read

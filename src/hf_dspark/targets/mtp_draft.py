@@ -76,6 +76,8 @@ class MTPDraft(Eagle3DraftModel):
     ```
     """
 
+    unsaved = "an MTPDraft is a part of its target's repository: there is nothing to save or publish"
+
     def __init__(self, target: PreTrainedModel, block_size: int = 1) -> None:
         require_target(target)
         config = Eagle3Config.from_target(target, mtp=True, block_size=block_size)
@@ -99,10 +101,6 @@ class MTPDraft(Eagle3DraftModel):
             self.layers[0](states, states, rotary, drafting)
         except Exception as error:  # of code that is not ours
             raise ValueError(f"{self.name_or_path} cannot be run: {one_line(error)}. {_CURE}") from error
-
-    def save_pretrained(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Raise a `TypeError`: the module stands in the target's own repository."""
-        raise TypeError("an MTPDraft is a part of its target's repository: there is nothing to save or publish")
 
     def teacher_forced(self, *args: Any) -> NoReturn:
         """Raise a `TypeError`: a module like it can be trained."""

@@ -15,14 +15,7 @@ from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import causal_mask_function
 
-from ..models.attention import (
-    FOLDED_WIDTH,
-    attend_with_extras,
-    causal_mask,
-    fold_mask,
-    folded_group,
-    grouped_attention,
-)
+from ..models import attention
 from ..models.fixed_cache import FixedCache
 from ..models.slot_cache import SlotCache, SlotLayout
 from .compiled_target import CompiledTarget, one_at_a_time
@@ -51,12 +44,12 @@ class _Pass:
         return self.usual[device]
 
     def fold(self, mask: torch.Tensor | None, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor | None:
-        width, group = self.layout.width, folded_group(query, key)
+        width, group = self.layout.width, attention.folded_group(query, key)
         if (id(mask), group) not in self.folded:
             if mask is None and width > 1:
-                folded = causal_mask(width, key.shape[2], group, query.dtype, query.device)
+                folded = attention.causal_mask(width, key.shape[2], group, query.dtype, query.device)
             else:
-                folded = fold_mask(mask, group, query.dtype)
+                folded = attention.fold_mask(mask, group, query.dtype)
             self.folded[id(mask), group] = (mask, folded)
         return self.folded[id(mask), group][1]
 
@@ -66,7 +59,7 @@ class _CompiledPass(_Pass):
         return slot_mask(device=device)
 
     def fold(self, mask: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-        return fold_mask(mask, folded_group(query, key), query.dtype)
+        return attention.fold_mask(mask, attention.folded_group(query, key), query.dtype)
 
 
 _running: ContextVar[_Pass | None] = ContextVar("hf_dspark_pass", default=None)
@@ -107,12 +100,12 @@ def slot_attention(
     if softcap is None and s_aux is None and not layout.singly:
         starts_empty = attention_mask is None and key.shape[2] == layout.width > 1
         mask = None if starts_empty else running.fold(attention_mask, query, key)
-        attended = grouped_attention(rows, key, value, mask, scaling, is_causal=starts_empty)
+        attended = attention.grouped_attention(rows, key, value, mask, scaling, is_causal=starts_empty)
     else:
         if attention_mask is None and (layout.singly or layout.width > 1):
             shape = (1, 1, layout.width, key.shape[2])
             attention_mask = torch.ones(shape, dtype=torch.bool, device=key.device).tril(key.shape[2] - layout.width)
-        attend = _attend_singly if layout.singly else attend_with_extras
+        attend = _attend_singly if layout.singly else attention.attend_with_extras
         attended = attend(rows, key, value, attention_mask, scaling, softcap, s_aux)
     return layout.to_packed(attended).contiguous(), None  # some models view it
 
@@ -125,7 +118,7 @@ def _attend_singly(
     for column in range(query.shape[2]):
         visible = mask[:, :, column : column + 1]
         seen = [states.masked_fill(~visible.transpose(2, 3), 0.0) for states in (key, value)]
-        columns.append(attend_with_extras(query[:, :, column : column + 1], *seen, visible, *extras))
+        columns.append(attention.attend_with_extras(query[:, :, column : column + 1], *seen, visible, *extras))
     return torch.cat(columns, dim=2)
 
 
@@ -138,7 +131,7 @@ def slot_mask(
         return layout.mask(mask_function)
     if mask_function is causal_mask_function and layout.parents is None:
         starts_empty = not any(layout.starts) and layout.width > 1
-        if starts_empty or (layout.num_rows == 1 and layout.width <= FOLDED_WIDTH):
+        if starts_empty or (layout.num_rows == 1 and layout.width <= attention.FOLDED_WIDTH):
             return None
     zero = torch.zeros((), dtype=torch.long, device=device)  # only padding would tell rows apart, and there is none
     positions = layout.row_positions(torch.device(device))[:, None, :, None]

@@ -13,18 +13,11 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from ..models.borrowing import input_device, lm_head_of
 from ..models.modeling_draft import check_fits
+from . import transformers_api
 from .adapters import adapter_obstacle, gives_rows_adapters
 from .int8_outliers import mixes_tokens
 from .recurrent import AttributeMixer, Mixer
 from .row_attention import RowAttention
-from .transformers_api import (
-    ATTENDS,
-    cache_argument,
-    is_since,
-    is_transformers_attention,
-    own_step,
-    state_cache_obstacle,
-)
 
 ATTENTION_LAYERS = {"full_attention", "sliding_attention", "chunked_attention", "dummy", "moe", "mlp"}
 RECURRENT_LAYERS = {"linear_attention", "conv", "hybrid"}
@@ -36,7 +29,7 @@ READS_AGAIN = {"phi3", "phi4_multimodal", "phimoe"}
 OWN_MASKS = {"doge", "kosmos_2_text_model", "kosmos_2_5_text_model"}
 OWN_TOKENS = {"cpmant"}
 # Their passes over several tokens are not causal.
-READ_BOTH_WAYS = set() if is_since("5.18") else {"big_bird", "megatron-bert", "roformer"}
+READ_BOTH_WAYS = set() if transformers_api.is_since("5.18") else {"big_bird", "megatron-bert", "roformer"}
 # Models whose masks know no window, and whose caches forget what has left it.
 FORGETFUL_CACHES = {"moshi"}
 # Models that keep no keys and values, or in a form that cannot be taken back, such as for each pass through a loop.
@@ -92,7 +85,7 @@ class Switch:
 
     def restore(self) -> None:
         for attributes, implementation in self.originals:
-            attributes[ATTENDS] = implementation
+            attributes[transformers_api.ATTENDS] = implementation
         self.originals.clear()
 
 
@@ -127,13 +120,8 @@ class TargetSupport:
         kinds = tuple(getattr(text, "layer_types", None) or ())
         with _reading:
             known = _known.get(target)
-            if (
-                known is None
-                or known.text is not text
-                or known.kinds != kinds
-                or not _are_same(known.modules, modules[1:])
-                or not _are_same(known.configs, configs)
-            ):
+            told = None if known is None else (known.text, *known.modules, None, *known.configs)
+            if told is None or known.kinds != kinds or not _are_same(told, (text, *modules[1:], None, *configs)):
                 switch = Switch() if known is None else known.switch
                 known = _known[target] = cls(text, kinds, modules[1:], configs, switch, weakref.ref(target))
         return known
@@ -207,7 +195,7 @@ class TargetSupport:
     @functools.cached_property
     def cache_argument(self) -> str:
         """Under which name the target takes its cache; Mamba has one of its own."""
-        return cache_argument(self.target)
+        return transformers_api.cache_argument(self.target)
 
     # ---- what it is
 
@@ -302,9 +290,9 @@ class TargetSupport:
     def slot_obstacle(self) -> str | None:
         """Why it cannot attend to a slot cache, as hf_dspark's own loop has one."""
         for attends in sorted({str(config._attn_implementation) for config in self.attention_configs}):
-            if not is_transformers_attention(attends):
+            if not transformers_api.is_transformers_attention(attends):
                 return f"{self.name} attends by {attends!r}, which was registered by somebody else than transformers"
-        if (step := own_step(self.target)) is not None:
+        if (step := transformers_api.own_step(self.target)) is not None:
             return f"{self.name} has a method {step} of its own, which only transformers' loop calls"
         if self.keeps_states:
             return self._state_obstacle
@@ -319,7 +307,7 @@ class TargetSupport:
 
     @property
     def _state_obstacle(self) -> str | None:
-        if (needed := state_cache_obstacle()) is not None:
+        if (needed := transformers_api.state_cache_obstacle()) is not None:
             return f"{self.name} keeps a recurrent state, which takes {needed}"
         facts = MIXERS.get(self.text.model_type)
         known = ATTENTION_LAYERS | RECURRENT_LAYERS | (INDEXED_LAYERS if facts and facts.indexed else set())
