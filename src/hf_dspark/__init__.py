@@ -4,7 +4,6 @@ Importing it lets `AutoModel` and `AutoModelForCausalLM` load drafts, and `gener
 imported when it is used.
 """
 
-import ast
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -12,10 +11,10 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
 from .decoding.install import install
 from .models import publisher
-from .models.configuration_dspark import DSparkConfig as DSparkConfig
-from .models.configuration_eagle3 import Eagle3Config as Eagle3Config
+from .models.configuration_dspark import DSparkConfig
+from .models.configuration_eagle3 import Eagle3Config
 
-if TYPE_CHECKING:  # imported when they are used
+if TYPE_CHECKING:  # for editors; _NAMES says the same
     from .cpu import fast_linears as fast_linears
     from .decoding.assisted import DSparkCandidateGenerator as DSparkCandidateGenerator
     from .decoding.attach import attach as attach
@@ -47,14 +46,37 @@ if TYPE_CHECKING:  # imported when they are used
 
 __version__ = "0.2.0"
 
-# The public names by their modules: those that are imported above under their own names, which marks them as public.
-_MODULES = {
-    name.asname: imported.module
-    for imported in ast.walk(ast.parse(__spec__.loader.get_source(__name__)))
-    if isinstance(imported, ast.ImportFrom)
-    for name in imported.names
-    if name.asname is not None
+# The public names by their modules.
+_NAMES = {
+    "cpu": "fast_linears",
+    "decoding.assisted": "DSparkCandidateGenerator",
+    "decoding.attach": "attach detach",
+    "decoding.hook": "decode_with",
+    "decoding.many": "generate_many",
+    "decoding.reversible": "ReversibleProcessor",
+    "measuring.regenerate": "regenerate",
+    "measuring.calibrate": "calibrate",
+    "measuring.evaluate": "evaluate",
+    "measuring.profile": "profile_throughput",
+    "scheduling.costs": "ThroughputTable",
+    "scheduling.policies": "ConfidenceThreshold FullBlock Policy",
+    "scheduling.rounds": "Rounds",
+    "scheduling.scheduler": "Scheduler",
+    "models.configuration_dspark": "DSparkConfig",
+    "models.configuration_eagle3": "Eagle3Config",
+    "models.modeling_dspark": "DSparkDraftModel",
+    "models.modeling_eagle3": "Eagle3DraftModel",
+    "scheduling.options": "DecodingOptions",
+    "models.prompt_lookup": "PromptLookup",
+    "hub.convert": "convert_checkpoint",
+    "hub.inspection": "inspect_draft",
+    "targets.assistant_draft": "AssistantDraft",
+    "targets.check": "check_target",
+    "training.arguments": "DSparkTrainingArguments",
+    "training.target_states": "cache_features",
+    "training.trainer": "DSparkTrainer",
 }
+_MODULES = {name: module for module, names in _NAMES.items() for name in names.split()}
 __all__ = sorted(_MODULES)
 
 
