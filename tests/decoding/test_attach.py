@@ -114,7 +114,7 @@ REASONS = {
 }
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize(
     ("rows", "options"),
     [pytest.param(*each, id=name, marks=[pytest.mark.slow] * (name == "paged")) for name, each in KINDS.items()],
@@ -157,6 +157,7 @@ GIVEN = [
 ]
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize(("rows", "given", "kind"), GIVEN)
 def test_a_plain_turn_goes_on_from_one_with_the_draft(target, draft, prompts, rows, given, kind):
     options = PLAIN_TURNS[kind]
@@ -429,6 +430,7 @@ def test_what_cannot_be_attached_is_said_at_once(pair, make, draft, error, messa
             generate_many(target, None, [[1]])
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda held: pickle.loads(pickle.dumps(held))])
 @pytest.mark.parametrize("kind", ["draft", "ngram"])
 def test_a_copy_of_an_attachment_tells_what_it_told_and_assists_no_model(target, draft, prompts, copied, kind):
@@ -443,6 +445,7 @@ def test_a_copy_of_an_attachment_tells_what_it_told_and_assists_no_model(target,
     assert attached.num_assisted == 2 and len(attached.plain_calls) == 1
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("rows", [1, 3])
 def test_prompt_lookup_follows_a_target_that_changes(make_target, rows):
     target = make_target()

@@ -32,7 +32,6 @@ from hf_dspark import (
     Scheduler,
     ThroughputTable,
     attach,
-    decode_with,
     generate_many,
 )
 from hf_dspark.decoding import drafter as drafter_module
@@ -201,13 +200,6 @@ def test_samples_have_the_targets_distribution_under_every_option(pair, options,
     eos = options.get("eos_token_id")
     counts = counted(calls(target, draft, count=SAMPLES // 2, **options), eos)
     assert chi_square_p_value(counts, distribution_of_call(target, LENGTH, processors, eos)) > TOLERANCE
-
-
-def test_samples_have_the_targets_distribution_through_decode_with(make_target):
-    target, draft = make(make_target)
-    method = decode_with(draft, DecodingOptions(policy=Scheduler(JAGGED, trees=False, skip=False)))
-    counts = counted(calls(target, draft, assistant_model=None, custom_generate=method))
-    assert chi_square_p_value(counts, distribution_of_call(target, LENGTH)) > TOLERANCE
 
 
 @pytest.mark.parametrize("rows", [1, ROWS])

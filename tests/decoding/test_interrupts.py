@@ -46,7 +46,7 @@ def residue(*models):
 @pytest.fixture(params=["greedy", "sampled", "batch", "queue", "transformers"])
 def way(request, target, draft, reference):
     """One way to decode with the draft, as a function; and whether two calls give the same tokens."""
-    short, options = reference["prompts"][0][:6], {"max_new_tokens": 8}
+    short, options = reference["prompts"][0][:6], {"max_new_tokens": 5}
     rows = torch.tensor([short] * (3 if request.param == "batch" else 1))
     options |= {"attention_mask": torch.ones_like(rows), "do_sample": request.param == "sampled"}
     if request.param == "transformers":
@@ -167,7 +167,7 @@ def interrupt_at_random(way, target, draft, count):
     assert way() == expected
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(3)
 def test_interrupts_at_random_moments_leave_nothing_switched(way, target, draft):
     interrupt_at_random(way, target, draft, int(os.environ.get("HF_DSPARK_INTERRUPTS", "40")))
 
@@ -177,7 +177,7 @@ def test_ten_thousand_interrupts_leave_nothing_switched(way, target, draft):
     interrupt_at_random(way, target, draft, 2000)
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(3)
 def test_exceptions_in_a_worker_thread_leave_nothing_switched(way, target, draft):
     expected, moments = way(), random.Random(0)
     for _ in range(10):

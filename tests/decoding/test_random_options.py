@@ -138,7 +138,7 @@ def pairs(pair):
     "ignore:Unfeasible length", "ignore:Passing .* with .inputs_embeds.", "error:the draft .* NaN"
 )
 @settings(
-    max_examples=int(os.environ.get("HF_DSPARK_EXAMPLES", "60")),
+    max_examples=int(os.environ.get("HF_DSPARK_EXAMPLES", "25")),
     deadline=None,
     derandomize="HF_DSPARK_EXAMPLES" not in os.environ,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],

@@ -49,6 +49,7 @@ def watched(draft, policy=None):
     return sent
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     ("head", "policy", "gamma"),
     [
@@ -137,12 +138,13 @@ def test_a_tail_stands_in_the_slots_after_its_own_requests_anchor(make_target, m
 
 def test_greedy_answers_are_the_targets(target, draft):
     generator, sent = torch.Generator().manual_seed(0), watched(draft)
-    for row in torch.randint(1, 60, (50, 6), generator=generator).tolist():
+    for row in torch.randint(1, 60, (20, 6), generator=generator).tolist():
         output = target.generate(torch.tensor([row]), assistant_model=draft, **GREEDY | {"max_new_tokens": 16})
         assert output[0, 6:].tolist() == alone(target, row, max_new_tokens=16)
-    assert len(sent) > 50
+    assert len(sent) > 20
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("options", [{}, {"repetition_penalty": 1.3}, {"no_repeat_ngram_size": 3}])
 @pytest.mark.parametrize("nodes", [0, 6])
 def test_batches_and_later_turns_are_the_targets(target, draft, prompts, options, nodes):

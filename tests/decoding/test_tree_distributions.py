@@ -24,6 +24,7 @@ from tests.rows import padded
 ONE_ROW = PROMPT.tolist()
 
 
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize("head", HEADS.values(), ids=HEADS)
 def test_a_round_of_a_tree_has_the_targets_distribution(make_target, monkeypatch, head):
     pair = make_pair(make_target, seed=5, **head)
@@ -36,15 +37,17 @@ def test_a_round_of_a_tree_has_the_targets_distribution(make_target, monkeypatch
     [
         ({}, 4, {"processors": [TopKLogitsWarper(3)]}),
         ({"markov_rank": 0, "enable_confidence_head": False}, 4, {}),
-        ({}, 3, {"rounds": 2}),
+        ({}, 2, {"rounds": 2}),
+        pytest.param({}, 3, {"rounds": 2}, marks=pytest.mark.slow),
     ],
-    ids=["no_truncation", "independent_slots", "two_rounds"],
+    ids=["no_truncation", "independent_slots", "two_rounds", "two_larger_rounds"],
 )
 def test_rounds_of_trees_have_the_targets_distribution(make_target, monkeypatch, head, nodes, options):
     pair = make_pair(make_target, seed=5, **head)
     assert enumerate_rounds(monkeypatch, *pair, Scheduler(num_nodes=nodes), prompts=ONE_ROW, **options)[0] < 5e-6
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     "policy", [Scheduler(num_nodes=2), Scheduler(SLOPE, trees=True, skip=False)], ids=["budget", "scheduler"]
 )
@@ -53,6 +56,7 @@ def test_a_round_of_two_trees_has_the_joint_distribution(make_target, monkeypatc
     assert found < 5e-6 and max(map(sum, counts)) > 1
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("chances", [0.6, 0.1], ids=["before", "after"])
 @pytest.mark.parametrize("rounds", [1, 2])
 def test_rounds_with_prompt_lookup_have_the_targets_distribution(make_target, monkeypatch, chances, rounds):
@@ -73,6 +77,7 @@ def test_rounds_with_prompt_lookup_have_the_targets_distribution(make_target, mo
     assert found < 5e-6 and any(known) and not all(known)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(("num_rows", "rounds"), [(1, 2), (2, 1)])
 def test_rounds_of_prompt_lookup_alone_have_the_targets_distribution(make_target, monkeypatch, num_rows, rounds):
     monkeypatch.setattr(MatchAcceptance, "of", lambda self, length: 0.9)
