@@ -120,7 +120,7 @@ class ByTheNeighbour(TreePlan):
 
 def test_a_budget_by_the_neighbours_draws_keeps_the_joint_distribution(make_target, monkeypatch):
     monkeypatch.setattr(Scheduler, "plan_tree", lambda *args, **kwargs: ByTheNeighbour(0.0, 3, 6))
-    found, counts = enumerate_rounds(monkeypatch, *make_pair(make_target, seed=5), Scheduler(num_nodes=3))
+    found, counts = enumerate_rounds(monkeypatch, *make_pair(make_target, seed=5, depth=4), Scheduler(num_nodes=3))
     assert found < 5e-6 and len(counts) > 1
 
 
@@ -136,7 +136,7 @@ def test_enumeration_catches_a_node_left_out_by_its_token(make_target, monkeypat
         return DraftTrees([tree])
 
     monkeypatch.setattr(DrawnTrees, "finish", finish)
-    pair = make_pair(make_target, seed=5)
+    pair = make_pair(make_target, seed=5, depth=4)
     assert enumerate_rounds(monkeypatch, *pair, Scheduler(num_nodes=1), prompts=ONE_ROW)[0] > 0.005
 
 

@@ -88,7 +88,7 @@ def test_decoding_accepts_what_the_drafts_own_loop_accepts(folder, verifier):
     assert draft.last_stats.accepted[: len(theirs)] == theirs and sum(theirs) > len(theirs)
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("folder", DRAFTS, indirect=True)
 @pytest.mark.parametrize("batch", [pytest.param(1, marks=pytest.mark.slow), 5])
 @pytest.mark.parametrize("trees", [False, True], ids=["chains", "trees"])
