@@ -14,10 +14,7 @@ KINDS = ["qwen3_5_text", pytest.param("falcon_h1", marks=pytest.mark.slow)]
 
 @pytest.fixture(params=KINDS)
 def pair(request):
-    target, draft = make_pair(
-        lambda seed, **options: build(request.param, seed, **options), gamma=2, seed=5, depth=None
-    )
-    return target, draft
+    return make_pair(lambda seed, **options: build(request.param, seed, **options), gamma=1, seed=5, depth=None)
 
 
 def forget_rejections(monkeypatch):
@@ -34,7 +31,7 @@ def forget_rejections(monkeypatch):
 
 
 def distance(monkeypatch, pair):
-    return enumerate_rounds(monkeypatch, *pair, FullBlock(), prompts=PROMPT.tolist(), rounds=2)[0]
+    return enumerate_rounds(monkeypatch, *pair, FullBlock(), prompts=PROMPT.tolist(), rounds=2, length=4)[0]
 
 
 def test_two_rounds_have_the_targets_distribution(pair, monkeypatch):

@@ -73,7 +73,8 @@ def test_rounds_that_draw_tails_have_the_targets_distribution(monkeypatch, make_
 
 def test_enumeration_catches_tokens_of_the_old_block(monkeypatch, make_target):
     """Without a Markov head a slot's distribution is the same in both rounds, and so are tokens of the same noise."""
-    target, draft = make_pair(make_target, gamma=2, seed=5, markov_rank=0, confidence_head_with_markov=False)
+    off = {"markov_rank": 0, "confidence_head_with_markov": False}
+    target, draft = make_pair(make_target, gamma=2, seed=5, depth=4, **off)
     honest, drawn, facts = tree_drafting.draw, [], {"prompts": PROMPTS[:1], "rounds": 2}
     assert enumerate_rounds(monkeypatch, target, draft, Tails(), **facts)[0] < 5e-6
     tails, propose = LastBlocks.tails, drafter_module.Drafter.propose

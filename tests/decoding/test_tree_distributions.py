@@ -35,7 +35,7 @@ def test_a_round_of_a_tree_has_the_targets_distribution(make_target, monkeypatch
 @pytest.mark.parametrize(
     ("head", "nodes", "options"),
     [
-        ({}, 4, {"processors": [TopKLogitsWarper(3)]}),
+        ({}, 3, {"processors": [TopKLogitsWarper(3)]}),
         ({"markov_rank": 0, "enable_confidence_head": False}, 4, {}),
         ({}, 2, {"rounds": 2}),
         pytest.param({}, 3, {"rounds": 2}, marks=pytest.mark.slow),
