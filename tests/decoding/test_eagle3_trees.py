@@ -106,10 +106,10 @@ def test_a_round_has_the_targets_distribution(make_target, monkeypatch, kind, po
     assert found < 5e-6 and any(count > 1 for (count,) in counts)
 
 
-@pytest.mark.parametrize("num_nodes", [2, pytest.param(3, marks=pytest.mark.slow)])
-def test_two_rounds_of_a_tree_have_the_targets_distribution(make_target, monkeypatch, num_nodes):
+@pytest.mark.slow
+def test_two_rounds_of_a_tree_have_the_targets_distribution(make_target, monkeypatch):
     pair, facts = make_pair(make_target), {"prompts": PROMPT.tolist(), "rounds": 2}
-    assert enumerate_rounds(monkeypatch, *pair, Scheduler(num_nodes=num_nodes), **facts)[0] < 5e-6
+    assert enumerate_rounds(monkeypatch, *pair, Scheduler(num_nodes=3), **facts)[0] < 5e-6
 
 
 def test_a_round_of_two_trees_has_the_joint_distribution(make_target, monkeypatch):

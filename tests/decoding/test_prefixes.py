@@ -77,7 +77,7 @@ def test_prompts_that_share_a_beginning_read_it_once(asks, kind):
 def test_rows_of_a_batch_go_on_from_beginnings_of_their_own(asks, kind, batch_size):
     target, draft = pair_of(kind)
     beginnings = [words(length, length) for length in (33, 40, 64)]
-    prompts = [beginnings[place % 3] + words(3 + place, 100 + place) for place in range(8)] + [words(6, 7)]
+    prompts = [beginnings[place % 3] + words(3 + place, 100 + place) for place in range(12)] + [words(6, 7)]
     asks(target, draft, memory := PrefixMemory(2**30), prompts, batch_size)
     assert memory.num_reused > 100
 

@@ -159,6 +159,7 @@ def p_value(target, draft, policy, prompt_lookup):
     return p_value_of_samples(target, draft, calls=6, rows=100, length=5)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("prompt_lookup", [False, True], ids=["", "prompt_lookup"])
 def test_samples_of_calls_with_trees_have_the_targets_distribution(make_target, prompt_lookup):
     assert p_value(*make_pair(make_target, gamma=3, seed=5), Scheduler(num_nodes=7), prompt_lookup) > 1e-3
