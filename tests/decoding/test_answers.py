@@ -211,7 +211,7 @@ def second_calls(target, draft, seeds, length):
     return chi_square_p_value(counts, distribution_of_call(target, length))
 
 
-@pytest.mark.parametrize("is_honest", [True, False])
+@pytest.mark.parametrize("is_honest", [pytest.param(True, marks=pytest.mark.slow), False])
 def test_a_seed_that_returns_does_not_bring_its_noise_back(make_target, monkeypatch, is_honest):
     target, _ = make_pair(make_target, seed=1, depth=4)
     if not is_honest:

@@ -234,6 +234,7 @@ def tiny(make_target):
     return target, AssistantDraft(gpt2(VOCAB, initializer_range=0.5), block_size=2).bind(target)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("policy", [FullBlock(), ConfidenceThreshold(0.5), Scheduler(CLIFF, trees=False, skip=False)])
 @pytest.mark.parametrize("processors", PROCESSORS.values(), ids=PROCESSORS)
 def test_a_round_leaves_the_target_distribution_unchanged(tiny, policy, processors):

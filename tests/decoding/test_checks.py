@@ -238,6 +238,7 @@ REFUSED = {
 }
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(("rows", "options", "message"), REFUSED.values(), ids=REFUSED)
 def test_option_is_refused_by_name(target, draft, prompts, rows, options, message):
     before = target.config._attn_implementation
@@ -265,7 +266,7 @@ def test_stateless_custom_processor_is_accepted(target, draft, prompt_ids):
     assert_same_tokens(target, draft, prompt_ids[0], logits_processor=LogitsProcessorList([Halve()]))
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(7)
 @pytest.mark.parametrize("make", STATES.values(), ids=STATES)
 def test_state_is_found_wherever_it_is_kept_and_is_as_it_was(target, draft, prompt_ids, make):
     outputs = []
@@ -322,7 +323,7 @@ OF_ROWS = {
 }
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(7)
 @pytest.mark.parametrize("make", OF_ROWS.values(), ids=OF_ROWS)
 def test_processors_of_padded_rows_see_what_plain_generate_shows_them(target, draft, prompts, make):
     batch = padded([prompts[1], [15], (prompts[2] * HELD)[:HELD]])

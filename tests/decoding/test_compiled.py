@@ -302,6 +302,7 @@ OBSTACLES = {
 }
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     "name", [pytest.param(each, marks=[pytest.mark.slow] * ("compile" in each)) for each in OBSTACLES]
 )

@@ -49,7 +49,7 @@ POLICIES = {
 }
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
 def test_greedy_tokens_are_the_same_under_every_policy(target, draft, prompt_ids, policy):
     draft.decoding = DecodingOptions(policy=policy)
@@ -214,7 +214,7 @@ HALF = {
 }
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(9)
 @pytest.mark.parametrize("options", HALF.values(), ids=HALF)
 @pytest.mark.parametrize("head", [{}, {"draft_top_k": 8}, {"draft_vocab_size": 24}], ids=["dense", "top_k", "pruned"])
 def test_a_draft_that_overflows_drafts_nothing_and_says_so_once(make_target, make_draft, head, options):

@@ -32,7 +32,7 @@ DRAFTED = OPTIONS | {
 }
 
 
-@pytest.mark.one_in(7)
+@pytest.mark.one_in(15)
 @pytest.mark.usefixtures("either_loop")
 @pytest.mark.parametrize("options", DRAFTED.values(), ids=DRAFTED)
 def test_greedy_output_is_identical_to_plain_generate(target, draft, prompt_ids, options):

@@ -44,7 +44,7 @@ PROCESSORS = {
 SLOW_DRAFT = ThroughputTable((1, 2, 3, 4, 5), (0.7, 0.7, 0.45, 0.42, 0.4), drafting=0.9)
 
 
-@pytest.mark.one_in(7)
+@pytest.mark.one_in(15)
 @pytest.mark.parametrize(
     "policy",
     [FullBlock(), ConfidenceThreshold(0.5), EarlyStopScheduler(CLIFF), Scheduler(CLIFF, trees=False, skip=False)],

@@ -62,7 +62,7 @@ def decoded(target, given, arguments, **others):
     return target.generate(**given, **usual, **arguments, return_dict_in_generate=True, **others)
 
 
-@pytest.mark.one_in(5)
+@pytest.mark.one_in(11)
 @pytest.mark.parametrize("name", OPTIONS)
 def test_an_option_does_the_same_from_everywhere(pair, name):
     target, draft = pair

@@ -75,7 +75,7 @@ def seeds_of(monkeypatch, call, count=4):
     return set.union(*seen)
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(9)
 @pytest.mark.filterwarnings("ignore:this call goes through transformers' assisted loop")
 @pytest.mark.parametrize(("door", "options"), CASES.values(), ids=CASES)
 def test_calls_that_know_of_earlier_ones_have_noise_of_their_own(make_target, monkeypatch, door, options):

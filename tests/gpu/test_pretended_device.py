@@ -167,14 +167,14 @@ def test_launches_copies_and_waits_are_counted():
 # ---- decoding
 
 
-@pytest.mark.one_in(5)
+@pytest.mark.one_in(11)
 @pytest.mark.parametrize("how, rows", [(GREEDY, 3), (DRAWN, 1), (CUT, 3)], ids=["greedy", "drawn", "cut"])
 @pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
 def test_policies_decode_the_same_tokens(pairs, policy, how, rows):
     assert_alike(lambda place: [decode(*pairs[place], place, rows, policy, **how)])
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(9)
 @pytest.mark.parametrize("policy", [FullBlock(), TREES], ids=["chains", "trees"])
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_options_of_a_call_do_the_same(pairs, options, policy):
@@ -407,6 +407,7 @@ def asked(target, draft, policy=None, **how):
     return [number / (many - few) for number in (more.launches, more.copies, more.waits.total())]
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     "name", [pytest.param(each, marks=[pytest.mark.slow] * (each not in QUICK)) for each in LIMITS]
 )

@@ -232,7 +232,7 @@ ROUND_TRIPS = [
 ]
 
 
-@pytest.mark.one_in(5)
+@pytest.mark.one_in(11)
 @pytest.mark.parametrize(
     ("format", "overrides"), ROUND_TRIPS, ids=[f"{format}-{overrides}" for format, overrides in ROUND_TRIPS]
 )

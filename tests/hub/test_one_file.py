@@ -174,7 +174,7 @@ def knowing_the_answer(monkeypatch, copy, answer):
     monkeypatch.setattr(copy, "draw_block", draw_block)
 
 
-@pytest.mark.one_in(5)
+@pytest.mark.one_in(11)
 @EACH_TYPE
 def test_kinds_of_targets_are_decoded_as_without_a_draft(one_file, copied, monkeypatch, model_type, facts):
     """Sliding windows, latent attention, sinks, learnt positions, mixtures of experts: rolled back exactly."""

@@ -259,7 +259,7 @@ def test_cached_rounds_equal_one_pass_over_the_whole_context(make_draft, target,
         close(stepwise.confidence_logits, at_once.confidence_logits)
 
 
-@pytest.mark.one_in(11)
+@pytest.mark.one_in(23)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("head", HEADS)
 @torch.no_grad()

@@ -420,7 +420,7 @@ def test_a_conversation_goes_on_with_the_whole_context(target, draft, watch, tur
 # ---- losslessness
 
 
-@pytest.mark.one_in(5)
+@pytest.mark.one_in(11)
 @pytest.mark.parametrize("processors", [[], [TopKLogitsWarper(2)]], ids=["none", "top_k"])
 @pytest.mark.parametrize("candidates", ["all", "the_best", "the_worst"])
 @pytest.mark.parametrize("policy", [FullBlock(), ConfidenceThreshold(0.4)], ids=["full", "threshold"])

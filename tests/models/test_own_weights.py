@@ -100,7 +100,7 @@ def test_what_differs_from_the_targets_is_used_told_and_kept(make_folder, target
     assert_drafts_with(bound(tmp_path / "unbound", target, changes), tensors, target, changes)
 
 
-@pytest.mark.one_in(8)
+@pytest.mark.one_in(17)
 @pytest.mark.filterwarnings("ignore:the draft .* brings")
 @pytest.mark.parametrize("given", ["folder", "draft", "bound draft"])
 @pytest.mark.parametrize("named", [False, True], ids=["loaded target", "folder of the target"])

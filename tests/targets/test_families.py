@@ -49,7 +49,7 @@ def test_no_family_is_forgotten():
     assert set(stateful_families()) <= tested
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(5)
 @needs_protocol
 @EACH
 def test_two_turns_of_any_batch_give_the_tokens_of_plain_decoding(family, monkeypatch):

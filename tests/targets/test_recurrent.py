@@ -50,7 +50,7 @@ def assisted(target, draft, prompts, new_tokens, **options):
     return rows, output
 
 
-@pytest.mark.one_in(5)
+@pytest.mark.one_in(11)
 @pytest.mark.parametrize(
     ("lengths", "right_part"), [((7,), 0.6), ((3, 11, 6), 0.0), ((3, 11, 6), 1.0), ((5, 1, 9, 2, 14), 0.6)]
 )

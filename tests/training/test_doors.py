@@ -32,7 +32,7 @@ def datasets():
     return pytest.importorskip("datasets").Dataset
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(9)
 @pytest.mark.parametrize("packing", [False, True])
 @pytest.mark.parametrize("form", FORMS)
 def test_predict_measures_what_evaluate_does(make_trainer, rows, form, packing):
