@@ -69,7 +69,7 @@ class EnumeratingSampler(ChainSampler):
         return super().finish(self.real.expected_logits() if self.real.lacks_head else confidence_logits)
 
 
-def make_pair(make_target, gamma=2, seed=0, depth=None, **overrides):
+def make_pair(make_target, gamma=2, seed=0, depth=2, **overrides):
     sizes = {"vocab_size": VOCAB} | ({} if depth is None else {"num_hidden_layers": depth})
     target = make_target(seed=seed, pad_token_id=None, **sizes)
     torch.manual_seed(seed + 1)

@@ -30,6 +30,7 @@ def ahead(pair, monkeypatch):
     return ahead_drafting.Ahead([3, 2, 2, 1, 1], checks=True)
 
 
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize("error", [RuntimeError("died"), torch.OutOfMemoryError("no memory"), KeyboardInterrupt()])
 @pytest.mark.parametrize(("fatal", "has_read"), [(1, False), (1, True), (9, False), (9, True)])
 def test_a_call_goes_on_without_the_thread_and_warns_once(pair, ahead, monkeypatch, error, fatal, has_read):

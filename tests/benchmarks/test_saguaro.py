@@ -20,6 +20,7 @@ sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 saguaro = importlib.import_module("saguaro")
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("batch_size", [1, 3])
 @pytest.mark.parametrize(
     ("after_hit", "after_miss", "tokens", "draft_time", "fallback_time"),
@@ -40,6 +41,7 @@ def test_speedup_is_that_of_simulated_rounds(batch_size, after_hit, after_miss, 
     )
 
 
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize("contention", [(1.0, 1.0), (1.6, 1.0), (1.3, 2.1), (2.0, 2.0)])
 @pytest.mark.parametrize("draft_time", [0.0, 0.4, 0.8, 1.7])
 def test_passes_that_slow_each_other_down_end_when_their_work_is_done(contention, draft_time):

@@ -50,6 +50,7 @@ def served(folder):
         yield served
 
 
+@pytest.mark.one_in(3)
 @needs_server
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("path", [CHAT, TEXT])
@@ -124,6 +125,7 @@ def test_a_client_that_goes_away_stops_its_answer_and_disturbs_no_other(served, 
     assert served.is_idle(seconds=60)
 
 
+@pytest.mark.one_in(4)
 @needs_server
 @pytest.mark.parametrize(
     ("path", "body", "status"),

@@ -24,6 +24,7 @@ from tests.cpu.conftest import each_dtype, gain_of_this_cpu, linear
 pytestmark = pytest.mark.skipif(not small_batch_gemm.has_both(), reason="PyTorch knows one way")
 
 
+@pytest.mark.one_in(5)
 @each_dtype
 @pytest.mark.parametrize("shape", [(1,), (8,), (2, 4), (1, MAX_ROWS), (MAX_ROWS + 1,), (0,)])
 @pytest.mark.parametrize("bias", [True, False])

@@ -75,6 +75,7 @@ ONE_TURN = {
 }  # fmt: skip
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("spelling", ONE_TURN)
 def test_one_turn_is_read_alike_in_every_spelling(spelling):
     tokenizer = make_tokenizer()
@@ -83,6 +84,7 @@ def test_one_turn_is_read_alike_in_every_spelling(spelling):
     assert tokenize_example(ONE_TURN[spelling], tokenizer) == expected
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("spelling", [name for name in ONE_TURN if "chosen" not in name and name != "prompt of"])
 def test_prompts_are_read_from_the_same_rows(spelling):
     tokenizer = make_tokenizer()
@@ -321,6 +323,7 @@ FLAGS = (
 )  # fmt: skip
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("value", [False, True, 0, 1])
 @pytest.mark.parametrize("flag", FLAGS)
 def test_flags_of_other_names_are_refused_where_they_ask_for_a_loss(flag, value):

@@ -174,10 +174,11 @@ def distance(monkeypatch, pair, policy, **options):
     return found, max(map(max, counts))
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("rounds", [1, 2])
 @pytest.mark.parametrize("kind", ["ngram", "draft"])
 def test_rounds_with_earlier_answers_have_the_targets_distribution(make_target, monkeypatch, kind, rounds):
-    target, draft = make_pair(make_target, depth=2, seed=3)
+    target, draft = make_pair(make_target, seed=3)
     pair = target, draft if kind == "draft" else PromptLookup(target)
     found, most = distance(monkeypatch, pair, Scheduler(num_nodes=2 if rounds == 2 else 4), rounds=rounds)
     assert found < 5e-6 and most > 1
@@ -191,11 +192,11 @@ def test_enumeration_catches_matches_that_are_tried_until_one_is_right(make_targ
         return verified if int(verified.num_accepted[0]) else honest(drafts, *args)
 
     monkeypatch.setattr(loop_module, "verify", again)
-    target, _ = make_pair(make_target, depth=2, seed=3)
+    target, _ = make_pair(make_target, seed=3)
     assert distance(monkeypatch, (target, PromptLookup(target)), Scheduler(num_nodes=2))[0] > 0.005
 
 
-def second_calls(target, draft, seeds, length=4):
+def second_calls(target, draft, seeds, length):
     """Count what calls draw that know the answer of a call with the same seed."""
     counts = Counter()
     for seed in range(seeds):
@@ -210,23 +211,23 @@ def second_calls(target, draft, seeds, length=4):
     return chi_square_p_value(counts, distribution_of_call(target, length))
 
 
-@pytest.mark.parametrize("is_honest", [True, False])
+@pytest.mark.parametrize("is_honest", [pytest.param(True, marks=pytest.mark.slow), False])
 def test_a_seed_that_returns_does_not_bring_its_noise_back(make_target, monkeypatch, is_honest):
-    target, _ = make_pair(make_target, seed=5)
+    target, _ = make_pair(make_target, seed=1, depth=4)
     if not is_honest:
         monkeypatch.setattr(CallKeys, "__call__", lambda self: 0)
-    p_value = second_calls(target, PromptLookup(target), seeds=150)
+    p_value = second_calls(target, PromptLookup(target), seeds=70, length=3)
     assert p_value > 1e-3 if is_honest else p_value < 1e-6
 
 
 def test_samples_that_know_those_of_their_neighbours_have_the_targets_distribution(make_target):
     """Rows of a queue find what ended before them in the same call."""
-    target, _ = make_pair(make_target, depth=2, seed=3)
+    target, _ = make_pair(make_target, seed=3)
     draft, counts, length = PromptLookup(target), Counter(), 4
     draft.decoding = DecodingOptions(policy=Scheduler(num_nodes=4), answers=AnswerMemory(500))
     torch.manual_seed(7)
     for done in generate_many(
-        target, draft, PROMPT.tolist() * 600, batch_size=20, progress=False, do_sample=True, top_k=0,
+        target, draft, PROMPT.tolist() * 300, batch_size=20, progress=False, do_sample=True, top_k=0,
         max_new_tokens=length, pad_token_id=0, eos_token_id=None,
     ):  # fmt: skip
         counts[tuple(done.token_ids.tolist())] += 1

@@ -38,7 +38,6 @@ from tests.distributions import (
     TABLE,
     VOCAB,
     distance_from_target,
-    p_value_of_samples,
 )
 from tests.rows import GREEDY, alone, assert_as_alone, assert_no_hooks, assert_rows, padded
 
@@ -78,7 +77,7 @@ def many(prompts):
     return [*prompts, *(prompt[: 2 + number] for number, prompt in enumerate(prompts))][:8]
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize("rows", [pytest.param(1, marks=pytest.mark.slow), 8])
 @pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
 @pytest.mark.parametrize(
@@ -152,6 +151,7 @@ def test_the_assistant_is_left_as_it_was(target, many):
         draft.save_pretrained("anywhere")
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("rows", [62, 71])
 def test_unused_rows_of_one_tokenizer_may_differ(target, many, rows):
     assistant = copy.deepcopy(target)
@@ -234,6 +234,7 @@ def tiny(make_target):
     return target, AssistantDraft(gpt2(VOCAB, initializer_range=0.5), block_size=2).bind(target)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("policy", [FullBlock(), ConfidenceThreshold(0.5), Scheduler(CLIFF, trees=False, skip=False)])
 @pytest.mark.parametrize("processors", PROCESSORS.values(), ids=PROCESSORS)
 def test_a_round_leaves_the_target_distribution_unchanged(tiny, policy, processors):
@@ -245,14 +246,9 @@ def test_enumeration_catches_a_test_against_the_wrong_distribution(tiny):
     assert distance_from_target(*tiny, FullBlock(), claimed_distribution=lambda block: flat) > 0.01
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "policy", [FullBlock(), pytest.param(Scheduler(SLOPE, trees=False, skip=False), marks=pytest.mark.slow)]
 )
 def test_two_rows_have_the_joint_distribution_of_both(monkeypatch, tiny, policy):
     assert enumerate_rounds(monkeypatch, *tiny, policy)[0] < 5e-6
-
-
-@pytest.mark.slow  # the enumeration above says the same, faster
-@pytest.mark.parametrize("options", [{}, {"assistant_confidence_threshold": 0.5}], ids=["full", "threshold"])
-def test_generate_samples_from_the_target_distribution(tiny, options):
-    assert p_value_of_samples(*tiny, calls=7, rows=100, length=4, **options) > 1e-3

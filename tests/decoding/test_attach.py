@@ -77,6 +77,7 @@ def assert_plain(target, draft, options, reason):
     assert (attached.num_assisted, attached.num_plain) == (0, 2) and set(attached.plain_calls.values()) == {2}
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("options", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("rows", [1, 6])
 def test_calls_are_those_with_the_draft_as_their_assistant(target, draft, prompts, rows, options):
@@ -114,7 +115,7 @@ REASONS = {
 }
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(13)
 @pytest.mark.parametrize(
     ("rows", "options"),
     [pytest.param(*each, id=name, marks=[pytest.mark.slow] * (name == "paged")) for name, each in KINDS.items()],
@@ -157,6 +158,7 @@ GIVEN = [
 ]
 
 
+@pytest.mark.one_in(9)
 @pytest.mark.parametrize(("rows", "given", "kind"), GIVEN)
 def test_a_plain_turn_goes_on_from_one_with_the_draft(target, draft, prompts, rows, given, kind):
     options = PLAIN_TURNS[kind]
@@ -236,6 +238,7 @@ def test_a_streamer_gets_what_plain_generate_gives_it_token_by_token(target, dra
     assert given.puts == plain.puts and given.tokens == plain.tokens and plain.tokens[-1] == "end"
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("way", [*OWN_WAYS - {"mtp", "early_exit"}, "draft", "custom", "none", "configuration"])
 def test_a_calls_own_way_goes_before(pair, draft, prompts, way):
     target, own = pair[0], PromptLookup(pair[0])
@@ -429,6 +432,7 @@ def test_what_cannot_be_attached_is_said_at_once(pair, make, draft, error, messa
             generate_many(target, None, [[1]])
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda held: pickle.loads(pickle.dumps(held))])
 @pytest.mark.parametrize("kind", ["draft", "ngram"])
 def test_a_copy_of_an_attachment_tells_what_it_told_and_assists_no_model(target, draft, prompts, copied, kind):
@@ -443,6 +447,7 @@ def test_a_copy_of_an_attachment_tells_what_it_told_and_assists_no_model(target,
     assert attached.num_assisted == 2 and len(attached.plain_calls) == 1
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("rows", [1, 3])
 def test_prompt_lookup_follows_a_target_that_changes(make_target, rows):
     target = make_target()

@@ -21,6 +21,7 @@ def asked_for(target, **said) -> GenerationConfig:
     return GenerationConfig(**target.generation_config.to_dict() | {"do_sample": False, "max_new_tokens": 12} | said)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("way", ["arguments", "configuration", "model"])
 def test_prompts_are_decoded_by_the_draft_and_come_in_their_order(pair, attached, way):
     target = pair[0]

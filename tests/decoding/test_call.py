@@ -70,14 +70,6 @@ def test_prompts_of_several_sequences_keep_their_own_ngrams(target, draft, promp
         assert not set(zip(prompt, prompt[1:], strict=False)) & set(zip(tokens, tokens[1:], strict=False)) - {(0, 0)}
 
 
-def test_a_seed_decides_what_is_sampled(target, draft, prompts):
-    options, outputs = GREEDY | {"do_sample": True, "max_new_tokens": 12}, []
-    for seed in (1, 1, 2):
-        torch.manual_seed(seed)
-        outputs.append(target.generate(**padded(prompts), assistant_model=draft, **options).tolist())
-    assert outputs[0] == outputs[1] != outputs[2]
-
-
 def test_custom_criteria_cut_at_the_exact_token_of_each_row(target, draft, prompts):
     batch, ends = padded(prompts), EndsAfterTwo()
     output = target.generate(**batch, assistant_model=draft, stopping_criteria=[ends], **GREEDY)
@@ -132,6 +124,7 @@ class NoEnd(EosTokenCriteria):
         return torch.zeros(len(input_ids), dtype=torch.bool)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("rows", [1, 3])
 @pytest.mark.parametrize(
     "criterion", [LaterLength(max_length=20), NoEnd(eos_token_id=7)], ids=lambda each: type(each).__name__

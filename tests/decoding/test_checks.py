@@ -238,6 +238,7 @@ REFUSED = {
 }
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(("rows", "options", "message"), REFUSED.values(), ids=REFUSED)
 def test_option_is_refused_by_name(target, draft, prompts, rows, options, message):
     before = target.config._attn_implementation
@@ -265,6 +266,7 @@ def test_stateless_custom_processor_is_accepted(target, draft, prompt_ids):
     assert_same_tokens(target, draft, prompt_ids[0], logits_processor=LogitsProcessorList([Halve()]))
 
 
+@pytest.mark.one_in(7)
 @pytest.mark.parametrize("make", STATES.values(), ids=STATES)
 def test_state_is_found_wherever_it_is_kept_and_is_as_it_was(target, draft, prompt_ids, make):
     outputs = []
@@ -321,6 +323,7 @@ OF_ROWS = {
 }
 
 
+@pytest.mark.one_in(7)
 @pytest.mark.parametrize("make", OF_ROWS.values(), ids=OF_ROWS)
 def test_processors_of_padded_rows_see_what_plain_generate_shows_them(target, draft, prompts, make):
     batch = padded([prompts[1], [15], (prompts[2] * HELD)[:HELD]])
@@ -417,6 +420,7 @@ def test_lengths_may_be_floats_as_in_plain_decoding(target, draft, prompts, limi
     assert torch.equal(target.generate(**padded(prompts[:2]), assistant_model=draft, **(GREEDY | limit)), plain)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     "processor",
     [EncoderRepetitionPenaltyLogitsProcessor, lambda _, ids: EncoderNoRepeatNGramLogitsProcessor(1, ids)],

@@ -130,6 +130,7 @@ def test_rounds_of_any_kind_give_the_same_tokens_without_another_graph(rows, gra
     assert len(graphs) <= (2 + 3) * (1 + (rows > 1))
 
 
+@pytest.mark.slow
 def test_experts_streams_and_low_rank_attention_are_in_the_graph(graphs, pair, make_draft):
     target, taps = pair[0], pair[1].config.target_layer_ids
     facts = {"num_hidden_layers": 1, "num_experts": 2, "target_layer_ids": taps}
@@ -194,6 +195,7 @@ def test_a_profile_measures_the_graphs_of_calls(graphs, pair):
     assert len(graphs) == 2
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("policy", [FullBlock(), TREES], ids=["chains", "trees"])
 @pytest.mark.parametrize("rows", [1, 5])
 def test_passes_padded_for_an_accelerator_give_the_same_tokens(rows, policy, uncompiled, pair, monkeypatch):
@@ -209,6 +211,7 @@ def test_passes_padded_for_an_accelerator_give_the_same_tokens(rows, policy, unc
     assert len(set(sizes)) >= 2 and {width for _, width in sizes} <= set(fixed_cache.WIDTHS)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("policy", [FullBlock(), TREES], ids=["chains", "trees"])
 @pytest.mark.parametrize("rows", [1, 3])
 def test_a_window_is_the_same_in_graphs(rows, policy, uncompiled, pair):
@@ -239,6 +242,7 @@ def test_a_cache_gets_the_memory_of_one_that_is_gone(uncompiled, pair):
     assert len({each.past_key_values.stores[0, "keys"].data_ptr() for each in used}) == 2  # both are in use
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("rows", [1, 3])
 def test_a_pretended_accelerator_is_compiled_for_by_itself(rows, uncompiled, pair, monkeypatch):
     expected, passes, run = decoded(pair, rows, DecodingOptions(), **GREEDY), [], CompiledTarget.run
@@ -298,6 +302,7 @@ OBSTACLES = {
 }
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     "name", [pytest.param(each, marks=[pytest.mark.slow] * ("compile" in each)) for each in OBSTACLES]
 )

@@ -25,14 +25,11 @@ from transformers import (
 from hf_dspark import (
     ConfidenceThreshold,
     DecodingOptions,
-    Eagle3Config,
-    Eagle3DraftModel,
     FullBlock,
     Policy,
     Scheduler,
     ThroughputTable,
     attach,
-    decode_with,
     generate_many,
 )
 from hf_dspark.decoding import drafter as drafter_module
@@ -40,7 +37,6 @@ from tests.distributions import (
     PROMPT,
     VOCAB,
     chi_square_p_value,
-    claim_flat_drafts,
     distribution_of_call,
     make_pair,
     up_to_end,
@@ -55,7 +51,9 @@ SAMPLES = 6_000
 # Of a batch of ROWS rows: a token costs what a doubtful draft does not bring, and every 128th a step.
 JAGGED = ThroughputTable(tuple(range(1, 1025)), tuple(1 / (1 + 0.0085 * n + 0.3 * (n // 128)) for n in range(1, 1025)))
 COSTLY = ThroughputTable(tuple(range(1, 1025)), tuple(1 / (1 + 0.004 * n) for n in range(1, 1025)), drafting=0.35)
-OF_CONFIDENCE = {
+POLICIES = {
+    "full": FullBlock(),
+    "every_second": EverySecond(),
     "threshold": ConfidenceThreshold(0.5),
     "cumulative": ConfidenceThreshold(0.7, cumulative=True),
     "hull_and_fill": Scheduler(JAGGED, trees=False, skip=False),
@@ -63,33 +61,17 @@ OF_CONFIDENCE = {
     "adaptive": Scheduler(COSTLY, trees=False),
     "limit": Scheduler(JAGGED, trees=False, skip=False, tpot_seconds=1.5),
 }
-OF_ANY_DRAFT = {
-    "full": FullBlock(),
-    "every_second": EverySecond(),
-}
+# Of drafts with confidences of their own, and of those without. `test_lossless` enumerates the others.
 HEADS = {
-    "vanilla": {"markov_head_type": "vanilla"},
-    "gated": {"markov_head_type": "gated"},
-    "rnn": {"markov_head_type": "rnn"},
+    "vanilla": {},
     "dflash": {"markov_rank": 0, "enable_confidence_head": False, "sample_from_anchor": False},
-    "eagle3": None,
 }
-MATRIX = {
-    f"{head}-{name}": (head, policy) for head in HEADS for name, policy in (OF_ANY_DRAFT | OF_CONFIDENCE).items()
-}
+MATRIX = {f"{head}-{name}": (head, policy) for head in HEADS for name, policy in POLICIES.items()}
 
 
 def make(make_target, head="vanilla", policy=None):
     """Return a target of three tokens and a draft that is far from it, with its policy."""
-    target, draft = make_pair(make_target, gamma=3, seed=5, **(HEADS[head] or {}))
-    if head == "eagle3":
-        torch.manual_seed(1)
-        draft = Eagle3DraftModel(Eagle3Config.from_target(target.config, block_size=3)).eval()
-        with torch.no_grad():
-            for parameter in draft.parameters():
-                if parameter.dim() > 1:
-                    parameter.normal_(0.0, 0.6)
-        draft.bind(target)
+    target, draft = make_pair(make_target, gamma=3, seed=5, depth=4, **HEADS[head])
     draft.decoding = DecodingOptions(policy=policy or FullBlock())
     return target, draft
 
@@ -150,14 +132,6 @@ def test_samples_catch_a_policy_that_looks_ahead(make_target):
     assert p_value < 1e-9
 
 
-@pytest.mark.parametrize("head", HEADS)
-def test_samples_catch_drafts_tested_against_a_wrong_distribution(make_target, monkeypatch, head):
-    target, draft = make(make_target, head)
-    claim_flat_drafts(monkeypatch)
-    counts = counted(calls(target, draft, count=4 * ROWS))
-    assert chi_square_p_value(counts, distribution_of_call(target, LENGTH)) < 1e-9
-
-
 # ---- doors and options
 
 
@@ -201,13 +175,6 @@ def test_samples_have_the_targets_distribution_under_every_option(pair, options,
     eos = options.get("eos_token_id")
     counts = counted(calls(target, draft, count=SAMPLES // 2, **options), eos)
     assert chi_square_p_value(counts, distribution_of_call(target, LENGTH, processors, eos)) > TOLERANCE
-
-
-def test_samples_have_the_targets_distribution_through_decode_with(make_target):
-    target, draft = make(make_target)
-    method = decode_with(draft, DecodingOptions(policy=Scheduler(JAGGED, trees=False, skip=False)))
-    counts = counted(calls(target, draft, assistant_model=None, custom_generate=method))
-    assert chi_square_p_value(counts, distribution_of_call(target, LENGTH)) > TOLERANCE
 
 
 @pytest.mark.parametrize("rows", [1, ROWS])

@@ -30,7 +30,7 @@ def scores_of(sampler):
     return torch.stack([found[key] for key in sorted(found)] if isinstance(found, dict) else found)
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(11)
 @pytest.mark.parametrize("rows", [1, 3])
 @pytest.mark.parametrize("kind", [*LAYOUTS, "eagle3", "eagle3_trees"])
 @torch.no_grad()
@@ -109,6 +109,7 @@ def test_blocks_see_the_last_tokens_alone_and_decode_the_same(target, either, lo
     assert (hidden[0] - with_window[0]).abs().max() > 1e-3
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("rows", [1, 3])
 def test_a_window_larger_than_the_context_changes_nothing(target, either, long_prompts, hidden, rows):
     batch, found = padded(long_prompts[:rows]), []
@@ -137,6 +138,7 @@ def test_rounds_that_are_measured_see_the_last_tokens_alone(target, draft, hidde
     assert len(hidden) > 20
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("chunk", [None, 7])
 def test_the_cache_of_a_conversation_stays_small_and_goes_on(target, draft, long_prompts, hidden, chunk):
     draft.decoding, said, cache = OPTIONS, long_prompts, None
@@ -191,6 +193,7 @@ def prompts_that_begin_alike(target, draft, said, cut):
     assert prefixes.num_reused > 60
 
 
+@pytest.mark.one_in(7)
 @pytest.mark.parametrize("cut", [2, 11, 16, 25, 29])
 @pytest.mark.parametrize("door", [edited_turns, prompts_that_begin_alike])
 def test_what_waits_is_read_at_its_place_whatever_was_cut_off(target, draft, long_prompts, monkeypatch, door, cut):

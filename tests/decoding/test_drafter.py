@@ -49,11 +49,11 @@ POLICIES = {
 }
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
 def test_greedy_tokens_are_the_same_under_every_policy(target, draft, prompt_ids, policy):
     draft.decoding = DecodingOptions(policy=policy)
-    for prompt in prompt_ids[:4]:
+    for prompt in prompt_ids[:2]:
         assert_same_tokens(target, draft, prompt)
 
 
@@ -97,6 +97,7 @@ def test_skipped_rounds_feed_the_drafts_context(target, draft, prompt_ids):
     assert drafted > 5 and len(seen) > 2 * drafted - 2
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize(
     ("policy", "options", "widths"),
     [
@@ -213,6 +214,7 @@ HALF = {
 }
 
 
+@pytest.mark.one_in(9)
 @pytest.mark.parametrize("options", HALF.values(), ids=HALF)
 @pytest.mark.parametrize("head", [{}, {"draft_top_k": 8}, {"draft_vocab_size": 24}], ids=["dense", "top_k", "pruned"])
 def test_a_draft_that_overflows_drafts_nothing_and_says_so_once(make_target, make_draft, head, options):
@@ -291,6 +293,7 @@ class ForbidsAllFrom(LogitsProcessor):
 MESSAGE = "probability tensor contains either `inf`, `nan` or element < 0"
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("use_transformers_loop", [False, True])
 @pytest.mark.parametrize("length", [0, 9], ids=["at_once", "later"])
 @pytest.mark.parametrize("truncation", [{"top_k": 0}, {"top_k": 20, "top_p": 0.9}], ids=["all", "top_k"])
@@ -306,6 +309,7 @@ def test_forbidding_all_tokens_fails_as_in_plain_sampling_and_goes_on_greedily(
     assert_same_tokens(target, draft, prompt_ids[0], logits_processor=processors)
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.filterwarnings("error:the draft .* NaN")
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
 @pytest.mark.parametrize("options", [{}, {"do_sample": True, "top_k": 20}], ids=["greedy", "sampled"])

@@ -1,4 +1,4 @@
-"""How `generate()` reaches a draft: the wraps, `decode_with`, whose options hold, and the default policy."""
+"""How `generate()` reaches a draft: the wraps, `decode_with`, pipelines, whose options hold, the default policy."""
 
 import copy
 import subprocess
@@ -6,7 +6,7 @@ import sys
 
 import pytest
 import torch
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers import Qwen3Config, Qwen3ForCausalLM, pipeline
 from transformers.generation import GenerationMixin
 
 from hf_dspark import (
@@ -110,3 +110,14 @@ def test_the_default_policy_is_chosen_once_a_call(target, draft, prompt_ids, mon
     monkeypatch.setattr(hook, "default_policy", lambda *models: chosen.append(models) or honest(*models))
     target.generate(prompt_ids[0], assistant_model=draft, **GREEDY)
     assert len(chosen) == 1
+
+
+@pytest.mark.parametrize("when", ["made", "called"])
+def test_pipeline_takes_a_draft(pair, prompt_ids, tokenizer, when):
+    (target, draft), ask = pair, {"do_sample": False, "max_new_tokens": 20}
+    made, text = pipeline("text-generation", model=target, tokenizer=tokenizer), tokenizer.decode(prompt_ids[0][0])
+    plain, assistant = made(text, **ask), {"assistant_model": draft}
+    if when == "made":
+        made = pipeline("text-generation", model=target, tokenizer=tokenizer, **assistant)
+    assert made(text, **ask, **(assistant if when == "called" else {})) == plain
+    assert draft.last_stats.tau > 2

@@ -3,8 +3,6 @@
 The pair under `fixtures/deepspec/trained` accepts most of its drafts, so acceptance, cut-off and rollback all happen.
 """
 
-import copy
-
 import pytest
 import torch
 from transformers import MaxTimeCriteria, StoppingCriteriaList
@@ -34,7 +32,7 @@ DRAFTED = OPTIONS | {
 }
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(15)
 @pytest.mark.usefixtures("either_loop")
 @pytest.mark.parametrize("options", DRAFTED.values(), ids=DRAFTED)
 def test_greedy_output_is_identical_to_plain_generate(target, draft, prompt_ids, options):
@@ -59,14 +57,7 @@ def test_accepted_end_of_sequence_is_counted_as_accepted_and_followed_by_no_bonu
     assert ended_by_draft > 3
 
 
-@pytest.mark.parametrize("top_k", [1, 2, 8, 64])
-def test_greedy_output_is_identical_with_draft_top_k(target, draft, prompt_ids, top_k):
-    draft = copy.deepcopy(draft)
-    draft.config.draft_top_k = top_k
-    for options in ({}, {"repetition_penalty": 1.3}, {"prefix_allowed_tokens_fn": lambda batch, ids: [3, 9]}):
-        assert_same_tokens(target, draft, prompt_ids[0], **options)
-
-
+@pytest.mark.one_in(4)
 @pytest.mark.usefixtures("either_loop")
 @pytest.mark.parametrize("threshold", [0.0, 0.5, 0.8])
 def test_rounds_reproduce_the_reference_decoder(target, draft, reference, threshold):
@@ -102,6 +93,7 @@ def test_sampling_stops_exactly_at_the_first_eos_and_the_length_limit(target, dr
         assert stops == [len(ids) - 1] or (stops == [] and len(ids) == 30)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     "options", [{"top_k": 5}, {"top_p": 0.8}, {"min_p": 0.1}, {"typical_p": 0.9}, {"repetition_penalty": 1.2}]
 )

@@ -44,6 +44,7 @@ PROCESSORS = {
 SLOW_DRAFT = ThroughputTable((1, 2, 3, 4, 5), (0.7, 0.7, 0.45, 0.42, 0.4), drafting=0.9)
 
 
+@pytest.mark.one_in(15)
 @pytest.mark.parametrize(
     "policy",
     [FullBlock(), ConfidenceThreshold(0.5), EarlyStopScheduler(CLIFF), Scheduler(CLIFF, trees=False, skip=False)],
@@ -52,16 +53,16 @@ SLOW_DRAFT = ThroughputTable((1, 2, 3, 4, 5), (0.7, 0.7, 0.45, 0.42, 0.4), draft
 @pytest.mark.parametrize("processors", PROCESSORS.values(), ids=PROCESSORS)
 @pytest.mark.parametrize("head", HEADS.values(), ids=HEADS)
 def test_round_leaves_the_target_distribution_unchanged(make_target, head, processors, policy):
-    assert distance_from_target(*make_pair(make_target, depth=2, **head), policy, processors) < ROUNDING
+    assert distance_from_target(*make_pair(make_target, **head), policy, processors) < ROUNDING
 
 
 def test_round_leaves_the_target_distribution_unchanged_at_gamma_three(make_target):
-    assert distance_from_target(*make_pair(make_target, depth=2, gamma=3, seed=3), ConfidenceThreshold(0.4)) < ROUNDING
+    assert distance_from_target(*make_pair(make_target, gamma=3, seed=3), ConfidenceThreshold(0.4)) < ROUNDING
 
 
 @pytest.mark.parametrize(("head", "threshold"), [("vanilla", 0.5), ("headless", 0.4)])
 def test_threshold_really_cuts_in_the_enumerated_rounds(make_target, head, threshold):
-    blocks = each_block(*make_pair(make_target, depth=2, **HEADS[head]), LogitsProcessorList())
+    blocks = each_block(*make_pair(make_target, **HEADS[head]), LogitsProcessorList())
     assert {planned_length(ConfidenceThreshold(threshold), block) for _, block in blocks} == {1, 2}
 
 
@@ -74,7 +75,7 @@ def test_confidences_of_the_drawn_tokens_are_caught(make_target, monkeypatch):
             self, TokenDistribution.stack(self._distributions).probability(drawn)[..., 0].logit()
         )
 
-    pair, policy = make_pair(make_target, depth=2, **HEADS["headless"]), ConfidenceThreshold(0.4)
+    pair, policy = make_pair(make_target, **HEADS["headless"]), ConfidenceThreshold(0.4)
     assert distance_from_target(*pair, policy) < ROUNDING
     monkeypatch.setattr(EnumeratingSampler, "finish", of_drawn_tokens)
     assert distance_from_target(*pair, policy) > 0.01
@@ -88,13 +89,13 @@ def test_cutting_after_a_drafted_eos_is_lossless_and_enumeration_catches_a_cut_b
     def cut(path, length):
         return min([length] + [slot + kept for slot, token in enumerate(path) if token == eos])
 
-    distance = distance_from_target(*make_pair(make_target, depth=2), FullBlock(), cut=cut)
+    distance = distance_from_target(*make_pair(make_target), FullBlock(), cut=cut)
     assert distance < ROUNDING if kept else distance > 0.01
 
 
 def test_enumeration_catches_a_scheduler_that_looks_ahead(make_target):
     """One token costs more than it brings, two bring more: x_1 is verified only if it promises a good x_2."""
-    pair, cost = make_pair(make_target, depth=2, seed=6), ThroughputTable((1, 2, 3), (1.0, 0.4, 0.4))
+    pair, cost = make_pair(make_target, seed=6), ThroughputTable((1, 2, 3), (1.0, 0.4, 0.4))
     assert distance_from_target(*pair, GlobalScheduler(cost, accept_bias=True)) > 0.05
     assert distance_from_target(*pair, Scheduler(cost, trees=False, skip=False)) < ROUNDING
 
@@ -106,12 +107,13 @@ def naming_the_worst(monkeypatch):
     monkeypatch.setattr(modeling_dspark, "largest", lambda base_logits, count: largest(-base_logits, count))
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("processors", PROCESSORS.values(), ids=PROCESSORS)
 @pytest.mark.parametrize("head", ["vanilla", "gated", "rnn"])
 def test_round_leaves_the_target_distribution_unchanged_whoever_names_the_candidates(
     make_target, head, processors, monkeypatch
 ):
-    target, draft = make_pair(make_target, depth=2, draft_top_k=2, markov_head_type=head)
+    target, draft = make_pair(make_target, draft_top_k=2, markov_head_type=head)
     of_the_best = distribution_of_drafts(target, draft)
     naming_the_worst(monkeypatch)
     assert ((distribution_of_drafts(target, draft) > 0) != (of_the_best > 0)).any()
@@ -119,7 +121,7 @@ def test_round_leaves_the_target_distribution_unchanged_whoever_names_the_candid
 
 
 def test_enumeration_catches_the_distribution_of_other_candidates(make_target, monkeypatch):
-    target, draft = make_pair(make_target, depth=2, draft_top_k=2)
+    target, draft = make_pair(make_target, draft_top_k=2)
     of_the_best = distribution_of_drafts(target, draft)
     naming_the_worst(monkeypatch)
     assert distance_from_target(target, draft, FullBlock(), claimed_distribution=lambda block: of_the_best) > 0.01
@@ -127,7 +129,7 @@ def test_enumeration_catches_the_distribution_of_other_candidates(make_target, m
 
 def test_enumeration_catches_a_test_against_the_wrong_draft_distribution(make_target):
     flat = torch.full((2, VOCAB), 1.0 / VOCAB, dtype=torch.double)
-    pair = make_pair(make_target, depth=2, draft_top_k=2)
+    pair = make_pair(make_target, draft_top_k=2)
     assert distance_from_target(*pair, FullBlock(), claimed_distribution=lambda block: flat) > 0.01
 
 
@@ -135,9 +137,10 @@ SAMPLES = {"calls": 7, "rows": 100, "length": 4}
 
 
 def sampled_pair(make_target):
-    return make_pair(make_target, depth=2, gamma=3, seed=5)
+    return make_pair(make_target, gamma=3, seed=5)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     "options",
     [{}, {"assistant_confidence_threshold": 0.5}, {"temperature": 0.7}, {"num_assistant_tokens": 2}],
@@ -148,6 +151,7 @@ def test_generate_samples_from_the_target_distribution(make_target, options):
     assert p_value_of_samples(*pair, **SAMPLES, processors=processors, **options) > 1e-3
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     "policy",
     [

@@ -113,29 +113,32 @@ def product_of(distributions, length):
     return joint_distribution([extend(distribution, {(): 1.0}, length) for distribution in distributions])
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     "policy", [FullBlock(), Scheduler(SLOPE, trees=False, skip=False), Scheduler(CLIFF, trees=False, skip=False)]
 )
 def test_a_round_of_two_rows_has_the_joint_distribution_of_both_targets(monkeypatch, make_target, policy):
-    distance, lengths = enumerate_rounds(monkeypatch, *make_pair(make_target, depth=2, gamma=GAMMA), policy)
+    distance, lengths = enumerate_rounds(monkeypatch, *make_pair(make_target, gamma=GAMMA), policy)
     assert distance < 5e-6
     if policy != FullBlock():
         assert len(lengths) > 1, "the budget must depend on what was drafted"
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("policy", [FullBlock(), Scheduler(num_nodes=4)], ids=["chain", "tree"])
 def test_rounds_have_the_targets_distribution_when_the_draft_sees_two_tokens(monkeypatch, make_target, policy):
-    target, draft = make_pair(make_target, depth=2, gamma=GAMMA)
+    target, draft = make_pair(make_target, gamma=GAMMA)
     draft.config.draft_window = 2
     assert enumerate_rounds(monkeypatch, target, draft, policy, prompts=PROMPTS[:1], rounds=2)[0] < 5e-6
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.filterwarnings("ignore:the draft .* NaN or infinite")
 @pytest.mark.parametrize("policy", [FullBlock(), Scheduler(SLOPE, trees=False, skip=False)])
 def test_a_round_has_the_joint_distribution_when_the_draft_overflows_after_some_tokens(
     monkeypatch, make_target, policy
 ):
-    target, draft = make_pair(make_target, depth=2, gamma=GAMMA)
+    target, draft = make_pair(make_target, gamma=GAMMA)
     with torch.no_grad():
         draft.markov_head.markov_w1.weight[1] = torch.nan
     distance, lengths = enumerate_rounds(monkeypatch, target, draft, policy)
@@ -145,7 +148,7 @@ def test_a_round_has_the_joint_distribution_when_the_draft_overflows_after_some_
 def test_that_enumeration_catches_a_scheduler_that_looks_ahead(monkeypatch, make_target):
     distances = []
     for scheduler in (GlobalScheduler(STEP, accept_bias=True), EliminationScheduler(STEP, accept_bias=True)):
-        pair = make_pair(make_target, depth=2, gamma=GAMMA, seed=5)
+        pair = make_pair(make_target, gamma=GAMMA, seed=5)
         distances.append(enumerate_rounds(monkeypatch, *pair, scheduler)[0])
     assert max(distances) > 0.01
 
@@ -172,14 +175,14 @@ def joint_truth(target):
 
 @pytest.fixture
 def pair(make_target):
-    target, draft = make_pair(make_target, depth=2, gamma=3, seed=5)
+    target, draft = make_pair(make_target, gamma=3, seed=5)
     wide = ThroughputTable(tuple(range(1, 129)), tuple(1.0 / (1.0 + 0.05 * max(0, n - 40)) for n in range(1, 129)))
     draft.decoding = DecodingOptions(policy=Scheduler(wide, trees=False, skip=False))
     return target, draft
 
 
 def test_generate_draws_neighbours_from_their_joint_distribution(target, draft):
-    assert chi_square_p_value(sampled_pairs(target, draft, calls=120), joint_truth(target)) > 1e-3
+    assert chi_square_p_value(sampled_pairs(target, draft, calls=70), joint_truth(target)) > 1e-3
 
 
 @pytest.mark.parametrize("used_again_by", ["a row", "the next block"])

@@ -71,7 +71,7 @@ class RaisesAt(StoppingCriteria):
         return torch.zeros(len(input_ids), dtype=torch.bool)
 
 
-@pytest.mark.parametrize("batch_size", [1, 3, 64])
+@pytest.mark.parametrize("batch_size", [3, *(pytest.param(size, marks=pytest.mark.slow) for size in (1, 64))])
 def test_every_prompt_is_decoded_as_if_alone(many, assert_alone, prompts, batch_size):
     results = many(prompts, batch_size=batch_size, **ENDS)
     assert sorted(results) == list(range(len(prompts)))
@@ -151,6 +151,7 @@ def test_a_first_prompt_that_is_none_is_an_error_of_the_call(target, draft, prom
             next(generate_many(target, draft, given, **GREEDY))
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("at_once", [True, False])
 def test_a_failing_criterion_fails_alone(many, assert_alone, prompts, at_once):
     """At once: its neighbours in the admission keep their keys."""
@@ -242,6 +243,7 @@ def test_a_prompt_that_fits_nowhere_fails_alone(many, assert_alone, prompts, sca
     assert_alone(results, mixed, (0, 2))
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.filterwarnings("ignore:out of memory")
 @pytest.mark.parametrize("place", [1, 5])
 def test_after_a_prompt_that_fits_nowhere_as_many_as_before_are_decoded_together(
@@ -340,6 +342,7 @@ def test_criteria_that_count_their_calls_count_for_each_prompt(many, prompts):
     assert [len(result.token_ids) for result in results.values()] == [2] * 5
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("place", ["argument", "config", "target"])
 def test_stop_strings_work(target, draft, many, assert_alone, prompts, tokenizer, monkeypatch, place):
     stop = {"stop_strings": ["Q", "Ld"]}

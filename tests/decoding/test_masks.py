@@ -69,7 +69,7 @@ def test_attention_alone_decodes_any_mask_as_plain_generate(llama, ids, name):
     assert torch.equal(target.generate(ids, **asked, assistant_model=draft), target.generate(ids, **asked))
 
 
-@pytest.mark.one_in(5)
+@pytest.mark.one_in(15)
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("processor", PROCESSORS.values(), ids=PROCESSORS)
 def test_processors_see_masked_tokens_as_in_plain_generate(llama, ids, processor, mask):
@@ -85,6 +85,7 @@ def test_processors_see_masked_tokens_as_in_plain_generate(llama, ids, processor
         torch.testing.assert_close(own[going], theirs[going], rtol=1e-3, atol=1e-3)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.skipif(not HAVE_PROTOCOL, reason="needs a later transformers")
 @pytest.mark.parametrize("family", RECURRENT)
 def test_recurrent_targets_refuse_holes_by_name_and_decode_padding(family, ids):
@@ -134,6 +135,7 @@ def test_masks_of_other_numbers_are_refused(llama, ids):
         target.generate(ids, attention_mask=torch.full((2, 9), 2), max_new_tokens=4, assistant_model=draft)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("name", MASKS)
 def test_what_leaves_a_call_has_the_shape_that_plain_generate_gives(llama, ids, name):
     target, draft = llama
@@ -163,6 +165,7 @@ def test_what_leaves_a_call_has_the_shape_that_plain_generate_gives(llama, ids, 
     assert again.past_key_values.to_dynamic_cache().get_seq_length() == expected.shape[1] - 1
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("given", ["input_ids", "inputs_embeds"])
 @pytest.mark.parametrize(("num_rows", "typed"), [(1, 1), (2, 2), (2, 1)])
 def test_types_of_tokens_are_read_in_prompts_and_go_on_after_them(ids, given, num_rows, typed):
@@ -244,7 +247,7 @@ CRITERIA = {
 }  # fmt: skip
 
 
-@pytest.mark.one_in(5)
+@pytest.mark.one_in(7)
 @pytest.mark.parametrize("eos", [None, 5, [9, 11, 20, 30]])
 @pytest.mark.parametrize("make", CRITERIA.values(), ids=CRITERIA)
 def test_criteria_of_a_whole_batch_are_asked_about_all_of_it_step_by_step(llama, ids, make, eos):

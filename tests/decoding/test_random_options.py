@@ -134,25 +134,28 @@ def pairs(pair):
     return {(first, second): (of[first][0], of[second][1]) for first in DTYPES for second in DTYPES}
 
 
+DRAWN: dict[str, st.SearchStrategy] = {
+    "prompts": rows,
+    "options": st.fixed_dictionaries({}, optional=OPTIONS),
+    "cuts": st.fixed_dictionaries({}, optional=DRAFTING),
+    "policy": st.sampled_from(POLICIES),
+    "dtypes": st.tuples(st.sampled_from(DTYPES[:1] * 2 + DTYPES), st.sampled_from(DTYPES)),
+    "door": st.sampled_from(["assistant_model", "custom_generate", "generate_many", "transformers"]),
+    "given_as": st.sampled_from(["ids", "ids", "embeddings", "a cache", "a second turn"]),
+}
+
+
 @pytest.mark.filterwarnings(
     "ignore:Unfeasible length", "ignore:Passing .* with .inputs_embeds.", "error:the draft .* NaN"
 )
-@settings(
-    max_examples=int(os.environ.get("HF_DSPARK_EXAMPLES", "60")),
-    deadline=None,
-    derandomize="HF_DSPARK_EXAMPLES" not in os.environ,
-    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
-)
-@given(
-    prompts=rows,
-    options=st.fixed_dictionaries({}, optional=OPTIONS),
-    cuts=st.fixed_dictionaries({}, optional=DRAFTING),
-    policy=st.sampled_from(POLICIES),
-    dtypes=st.tuples(st.sampled_from(DTYPES[:1] * 2 + DTYPES), st.sampled_from(DTYPES)),
-    door=st.sampled_from(["assistant_model", "custom_generate", "generate_many", "transformers"]),
-    given_as=st.sampled_from(["ids", "ids", "embeddings", "a cache", "a second turn"]),
-)
-def test_any_options_give_the_tokens_of_plain_decoding(pairs, prompts, options, cuts, policy, dtypes, door, given_as):
+@pytest.mark.parametrize("number", [25, pytest.param(100, marks=pytest.mark.slow)])
+def test_any_options_give_the_tokens_of_plain_decoding(pairs, number):
+    own = os.environ.get("HF_DSPARK_EXAMPLES")
+    options = {"max_examples": int(own or number), "derandomize": own is None}
+    settings(**options, deadline=None, suppress_health_check=[HealthCheck.too_slow])(given(**DRAWN)(check))(pairs)
+
+
+def check(pairs, prompts, options, cuts, policy, dtypes, door, given_as):
     target, draft = pairs[dtypes]
     note(f"{door=} {given_as=} {dtypes=} {policy=} {options=} {cuts=}")
     options = {"max_new_tokens": 16, "do_sample": False, "pad_token_id": 0} | options

@@ -103,6 +103,7 @@ def distance(monkeypatch, pair, policy, make=Automaton, prompts=ONE_ROW, top_k=2
     return enumerate_rounds(monkeypatch, *pair, policy, [make(SMALL), *warpers], prompts, plain=plain, **options)
 
 
+@pytest.mark.one_in(7)
 @pytest.mark.parametrize("policy", [FullBlock(), TREES], ids=["chains", "trees"])
 @pytest.mark.parametrize("head", ["vanilla", "rnn", "draft_top_k", "pruned", "headless"])
 def test_a_round_has_the_distribution_of_plain_constrained_decoding(make_target, monkeypatch, head, policy):
@@ -110,6 +111,7 @@ def test_a_round_has_the_distribution_of_plain_constrained_decoding(make_target,
     assert found < 5e-6 and max(counts) > (1,)
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize(
     "options",
     [
@@ -126,11 +128,13 @@ def test_rounds_have_the_distribution_of_plain_constrained_decoding(make_target,
     assert distance(monkeypatch, make_pair(make_target, seed=5), **options)[0] < 5e-6
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("policy", [FullBlock(), TREES], ids=["chains", "trees"])
 def test_enumeration_catches_a_state_that_does_not_go_back(make_target, monkeypatch, policy):
     assert distance(monkeypatch, make_pair(make_target, seed=5), policy, NeverBack)[0] > 0.01
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("policy", [FullBlock(), Scheduler(num_nodes=7)], ids=["chains", "trees"])
 def test_samples_have_the_distribution_of_plain_constrained_decoding(make_target, policy):
     target, draft = make_pair(make_target, gamma=3, seed=5)
@@ -157,6 +161,7 @@ CALLS = {
 }
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize(("policy", "options"), CALLS.values(), ids=CALLS)
 @pytest.mark.parametrize("rows", [pytest.param(1, marks=pytest.mark.slow), 4])
 def test_answers_are_those_of_plain_decoding(pair, prompts, policy, options, rows):
@@ -313,6 +318,7 @@ def read(output, tokenizer, width):
 JSON_OPTIONS = {"max_new_tokens": 120, "pad_token_id": 0, "eos_token_id": 0}
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("policy", [FullBlock(), Scheduler(num_nodes=12), None], ids=["chains", "trees", "default"])
 def test_all_of_100_samples_keep_to_a_json_schema(xgrammar, compile_schema, characters, writers, policy):
     target, draft = writers
@@ -326,6 +332,7 @@ def test_all_of_100_samples_keep_to_a_json_schema(xgrammar, compile_schema, char
     assert len({each["name"] for each in found}) > 50 and not own.matchers
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("options", [{}, {"eos_token_id": None}], ids=["", "goes_on_after_the_end"])
 def test_greedy_json_is_that_of_xgrammar_in_plain_decoding(xgrammar, compile_schema, writers, options):
     target, draft = writers

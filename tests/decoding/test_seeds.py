@@ -75,6 +75,7 @@ def seeds_of(monkeypatch, call, count=4):
     return set.union(*seen)
 
 
+@pytest.mark.one_in(9)
 @pytest.mark.filterwarnings("ignore:this call goes through transformers' assisted loop")
 @pytest.mark.parametrize(("door", "options"), CASES.values(), ids=CASES)
 def test_calls_that_know_of_earlier_ones_have_noise_of_their_own(make_target, monkeypatch, door, options):
@@ -83,6 +84,7 @@ def test_calls_that_know_of_earlier_ones_have_noise_of_their_own(make_target, mo
     assert len(seeds_of(monkeypatch, lambda: door(target, draft))) == 4
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("door", DOORS.values(), ids=DOORS)
 @pytest.mark.parametrize("policy", [FullBlock(), ConfidenceThreshold(0.5)], ids=["full", "threshold"])
 def test_calls_that_know_of_no_other_repeat_their_noise(make_target, monkeypatch, door, policy):
@@ -94,7 +96,7 @@ def test_calls_that_know_of_no_other_repeat_their_noise(make_target, monkeypatch
 @pytest.mark.slow
 @pytest.mark.parametrize("is_honest", [True, False])
 def test_a_policy_that_learnt_from_a_seed_has_the_targets_distribution_with_it(make_target, monkeypatch, is_honest):
-    target, draft = make_pair(make_target, gamma=3, seed=5, depth=2)
+    target, draft = make_pair(make_target, gamma=3, seed=5)
     cost, counts, length = ThroughputTable((1, 64), (0.8, 1 / 17), drafting=0.05), Counter(), 3
     monkeypatch.setattr(step_costs, "estimated_cost", lambda *_: cost)
     monkeypatch.setattr(LearnedCosts, "observe", lambda *_: None)

@@ -40,6 +40,7 @@ def any_target(request, make_target):
     return make_target() if request.param == "qwen3" else build(request.param)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("num_rows", [1, 2])
 def test_calls_under_autocast_are_plain_ones_to_its_rounding(any_target, num_rows):
     draft, ids = draft_of(any_target), torch.cat([IDS, IDS.flip(1)])[:num_rows]
@@ -100,6 +101,7 @@ def answers_of(target, assistants, calls=6):
     return answers
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("shared", [True, False])
 def test_threads_that_draft_for_one_target_wait_for_each_other(any_target, shared):
     drafts = [draft_of(any_target)] * 2 if shared else [draft_of(any_target), draft_of(any_target)]
@@ -126,6 +128,7 @@ def test_plain_decoding_beside_a_draft_is_right_or_refused_by_name(any_target):
     assert torch.equal(any_target.generate(IDS, **GREEDY), plain)
 
 
+@pytest.mark.one_in(2)
 @RECURRENT
 @pytest.mark.parametrize("kind", ["qwen3", "lfm2", "mamba2"])
 def test_positions_of_ones_own_are_followed_or_refused(kind, make_target):

@@ -47,13 +47,6 @@ def test_a_conversation_goes_on_in_the_cache_of_its_trees(target, draft):
     assert torch.equal(second, target.generate(longer, **GREEDY))
 
 
-def test_several_sequences_of_a_prompt_draw_their_own_trees(target, draft):
-    torch.manual_seed(0)
-    options = GREEDY | {"do_sample": True, "num_return_sequences": 3}
-    rows = target.generate(torch.tensor(PROMPTS[:1]), assistant_model=draft, **options)
-    assert len({tuple(row) for row in rows.tolist()}) == 3
-
-
 def test_a_tree_does_not_depend_on_its_neighbours(target, draft):
     """The first row draws the same tokens, whoever stands beside it."""
     options, answers = GREEDY | {"do_sample": True, "top_k": 0}, []

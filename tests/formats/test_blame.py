@@ -37,6 +37,7 @@ def folder(tmp_path) -> Path:
     return tmp_path
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("key", CHANGED)
 def test_tensors_of_another_config_blame_the_keys_that_decide_about_them(folder, key):
     value, blamed = CHANGED[key]

@@ -290,6 +290,7 @@ KINDS = [
 ]  # fmt: skip
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("kind", KINDS)
 def test_names_of_wrappers_and_remnants_of_old_versions_are_passed_over(tmp_path, kind):
     """As torch.compile, FSDP, DDP, PEFT and trainers leave them."""

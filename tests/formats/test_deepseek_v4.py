@@ -184,6 +184,7 @@ def test_quantised_tensors_are_read_as_their_values(tmp_path, reference):
     assert all(torch.equal(tensor.bfloat16(), read[name].bfloat16()) for name, tensor in plain.state_dict().items())
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("lost", "facts", "message"),
     [

@@ -77,6 +77,7 @@ def accepted_there(io: dict[str, torch.Tensor]) -> list[int]:
     return found[:-1]
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("folder", DRAFTS, indirect=True)
 def test_decoding_accepts_what_the_drafts_own_loop_accepts(folder, verifier):
     draft, io = DSparkDraftModel.from_pretrained(folder).eval(), load_file(folder / "io.safetensors")
@@ -88,7 +89,7 @@ def test_decoding_accepts_what_the_drafts_own_loop_accepts(folder, verifier):
     assert draft.last_stats.accepted[: len(theirs)] == theirs and sum(theirs) > len(theirs)
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("folder", DRAFTS, indirect=True)
 @pytest.mark.parametrize("batch", [pytest.param(1, marks=pytest.mark.slow), 5])
 @pytest.mark.parametrize("trees", [False, True], ids=["chains", "trees"])

@@ -55,6 +55,7 @@ def test_layouts_compute_what_their_own_code_computed(layout):
     assert_same_blocks(bound(FOLDER / layout, io), io)
 
 
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize("format", ["hf_dspark", "sglang", "speculators"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_layouts_compute_the_same_after_conversion(make_target, tmp_path, layout, format):

@@ -49,13 +49,12 @@ KEYS = sorted(UNREAD.keys() - {"norm_before_residual", "mlp_bias", "qk_norm"})
 COPIED = {("safeailab", ""), ("speculators_qwen3", "transformer_layer_config.")}  # among what no draft reads
 
 
-@pytest.mark.parametrize(
-    ("name", "section", "key"),
-    [(*where, key) for where in SECTIONS for key in KEYS if where not in COPIED or key not in OF_SECTIONS_ALONE],
-)
-def test_keys_that_change_layers_and_are_not_read_are_refused_by_name(name, section, key):
-    with pytest.raises(ValueError, match=f"{section}{key} is "):
-        read(with_place(BASES[name], section + key, UNREAD[key]))
+@pytest.mark.parametrize(("name", "section"), SECTIONS)
+def test_keys_that_change_layers_and_are_not_read_are_refused_by_name(name, section):
+    for key in KEYS:
+        if (name, section) not in COPIED or key not in OF_SECTIONS_ALONE:
+            with pytest.raises(ValueError, match=f"{section}{key} is "):
+                read(with_place(BASES[name], section + key, UNREAD[key]))
 
 
 def test_taps_count_as_each_project_does():

@@ -268,6 +268,7 @@ def test_config_that_points_to_other_files_is_refused(folder, key, value):
 # ---- configs
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     ("field", "value"),
     [
@@ -493,6 +494,7 @@ def loaded_or_refused(folder: Path, path: Path, expected: dict[str, torch.Tensor
     return True
 
 
+@pytest.mark.one_in(5)
 def test_every_file_that_is_cut_short_is_refused(whole):
     sound, folder = whole
     expected, draw = load_draft(sound).state_dict(), random.Random(4)
@@ -510,6 +512,7 @@ def test_every_file_that_is_cut_short_is_refused(whole):
 MAY_BE_MISSING = ("sts.json", "README.md")
 
 
+@pytest.mark.one_in(5)
 def test_flipped_bits_of_any_file_are_refused_or_change_no_weight_unseen(whole):
     sound, folder = whole
     expected, draw = load_draft(sound).state_dict(), random.Random(5)

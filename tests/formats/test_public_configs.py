@@ -6,6 +6,7 @@ from tests.formats.drafts_page import PAGE, read, with_tables
 from tests.formats.public_configs import PUBLIC_CONFIGS, PublicConfig
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("row", PUBLIC_CONFIGS, ids=lambda row: f"{row.project}-{row.where}")
 def test_public_configs_are_read_as_what_they_are_or_refused_by_name(row: PublicConfig, tmp_path):
     if not row.is_read:

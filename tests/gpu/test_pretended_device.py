@@ -99,6 +99,14 @@ def decode(target, draft, place, rows=1, policy=None, **options):
     return target.generate(**there(padded(PROMPTS[-rows:]), place), assistant_model=draft, **options)
 
 
+def assert_alike(call):
+    """Compare what a call, given the device, yields on the CPU with what it yields there."""
+    expected = list(call(CPU))
+    with Pretended():
+        for found, one in zip(call(DEVICE), expected, strict=True):
+            assert_same(found, one)
+
+
 def assert_decodes_alike(models, **options):
     """Decode on the CPU, move the models, and decode again."""
     expected = decode(*models, CPU, **options)
@@ -159,26 +167,21 @@ def test_launches_copies_and_waits_are_counted():
 # ---- decoding
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(11)
 @pytest.mark.parametrize("how, rows", [(GREEDY, 3), (DRAWN, 1), (CUT, 3)], ids=["greedy", "drawn", "cut"])
 @pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
 def test_policies_decode_the_same_tokens(pairs, policy, how, rows):
-    expected = decode(*pairs[CPU], CPU, rows, policy, **how)
-    with Pretended():
-        assert_same(decode(*pairs[DEVICE], DEVICE, rows, policy, **how), expected)
+    assert_alike(lambda place: [decode(*pairs[place], place, rows, policy, **how)])
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(9)
 @pytest.mark.parametrize("policy", [FullBlock(), TREES], ids=["chains", "trees"])
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_options_of_a_call_do_the_same(pairs, options, policy):
-    options = GREEDY | options
-    expected = decode(*pairs[CPU], CPU, 2, policy, **options)
-    with Pretended():
-        assert_same(decode(*pairs[DEVICE], DEVICE, 2, policy, **options), expected)
+    assert_alike(lambda place: [decode(*pairs[place], place, 2, policy, **GREEDY | options)])
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize(
     "facts",
     [
@@ -201,6 +204,7 @@ def test_an_autoregressive_draft_decodes_the_same_tokens(make_target):
     assert_decodes_alike((target, draft), rows=2, policy=FullBlock(), **CUT)
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.skipif(not HAVE_PROTOCOL, reason="needs a later transformers")
 @pytest.mark.parametrize("family", ["qwen3_5_text", "falcon_mamba", "recurrent_gemma", "lfm2"])
 def test_recurrent_targets_decode_the_same_tokens(make_draft, family):
@@ -211,24 +215,21 @@ def test_recurrent_targets_decode_the_same_tokens(make_draft, family):
     assert_decodes_alike((target, make_draft(target)), num_return_sequences=2, policy=FullBlock(), **DRAWN)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("how", [GREEDY, DRAWN], ids=["greedy", "drawn"])
 def test_prompt_lookup_decodes_the_same_tokens(pairs, how):
-    expected = decode(pairs[CPU][0], PromptLookup(pairs[CPU][0]), CPU, 2, **how)
-    with Pretended():
-        target = pairs[DEVICE][0]
-        assert_same(decode(target, PromptLookup(target), DEVICE, 2, **how), expected)
+    assert_alike(lambda place: [decode(pairs[place][0], PromptLookup(pairs[place][0]), place, 2, **how)])
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("how", [GREEDY, CUT], ids=["greedy", "cut"])
 def test_transformers_loop_decodes_the_same_tokens(pairs, how):
     def call(place):
         target, draft = pairs[place]
         draft.decoding = DecodingOptions(use_transformers_loop=True)
-        return decode(target, draft, place, **how)
+        yield decode(target, draft, place, **how)
 
-    expected = call(CPU)
-    with Pretended():
-        assert_same(call(DEVICE), expected)
+    assert_alike(call)
 
 
 def test_other_doors_lead_to_the_same_tokens(pairs, tokenizer):
@@ -242,12 +243,10 @@ def test_other_doors_lead_to_the_same_tokens(pairs, tokenizer):
         yield target.generate(prompt, assistant_model=draft, stop_strings=["q"], tokenizer=tokenizer, **options)
         yield target.generate(prompt, assistant_model=target, **options)  # transformers' own kind of assistant
 
-    expected = list(calls(CPU))
-    with Pretended():
-        for found, one in zip(calls(DEVICE), expected, strict=True):
-            assert_same(found, one)
+    assert_alike(calls)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("policy, how", [(FullBlock(), GREEDY), (TREES, DRAWN)], ids=["chains", "trees"])
 def test_conversations_go_on_with_the_same_tokens(pairs, policy, how):
     def turns(place):
@@ -262,12 +261,10 @@ def test_conversations_go_on_with_the_same_tokens(pairs, policy, how):
         yield target.generate(rows, past_key_values=first.past_key_values, assistant_model=draft, **inputs)
         yield target.generate(rows, past_key_values=plain, assistant_model=draft, **inputs)
 
-    expected = list(turns(CPU))
-    with Pretended():
-        for found, one in zip(turns(DEVICE), expected, strict=True):
-            assert_same(found, one)
+    assert_alike(turns)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("policy, how", [(FullBlock(), GREEDY), (TREES, DRAWN)], ids=["chains", "trees"])
 def test_queues_give_the_same_answers(pairs, policy, how):
     def answers(place):
@@ -283,6 +280,7 @@ def test_queues_give_the_same_answers(pairs, policy, how):
         assert answers(DEVICE) == expected
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     "policy, how, place", [(FullBlock(), DRAWN, SECOND), (TREES, GREEDY, DEVICE)], ids=["chains", "trees"]
 )
@@ -305,6 +303,7 @@ def test_a_target_on_two_devices_decodes_the_same_tokens(pair, policy, how, plac
             assert torch.allclose(one.cpu(), other, atol=1e-4)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("policy, how", [(FullBlock(), DRAWN), (TREES, CUT)], ids=["chains", "trees"])
 def test_a_draft_that_was_left_on_the_cpu_is_named_and_decodes_the_same_tokens(pairs, policy, how):
     expected = decode(*pairs[CPU], CPU, 2, policy, **how)
@@ -408,6 +407,7 @@ def asked(target, draft, policy=None, **how):
     return [number / (many - few) for number in (more.launches, more.copies, more.waits.total())]
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     "name", [pytest.param(each, marks=[pytest.mark.slow] * (each not in QUICK)) for each in LIMITS]
 )

@@ -1,6 +1,6 @@
-"""What test_hub.py does in processes of their own: publish drafts, train one, decode with published ones.
+"""What test_repository.py does in processes of their own: publish drafts, train one, decode with published ones.
 
-python tests/hub/hub_session.py publish FOLDER | package REPOSITORY... | alone REPOSITORY... | attach [REPOSITORY]
+python tests/hub/hub_session.py {publish,train} FOLDER | {package,alone} REPOSITORY... | attach [REPOSITORY]
 
 The last line of the output is JSON.
 """
@@ -44,18 +44,14 @@ def make_drafts(target) -> dict:
     return {"someone/my-draft.v1": dspark, "someone/eagle3": eagle3}
 
 
-def publish(words: list[str]) -> dict:
-    return {"drafts": publish_drafts(Path(words[0], "results")), "trained": train(Path(words[0], "trained"))}
-
-
-def publish_drafts(folder: Path) -> dict:
+def publish_drafts(words: list[str]) -> dict:
     from hf_dspark.measuring.results import describe_draft, describe_target, write_result
 
     target = load_target()
     report = {"tokens": {}, "urls": []}
     for repo_id, draft in make_drafts(target).items():
         report["tokens"][repo_id] = decoded(target, assistant_model=draft)
-        path = folder / repo_id / "acceptance.json"
+        path = Path(words[0], repo_id, "acceptance.json")
         found = {"sampling": {"do_sample": False}, "policy": "FullBlock()", "domains": {"math": {"tau": 3.25}}}
         write_result(path, "acceptance", describe_target(target), describe_draft(draft), **found)
         for options in ({"private": True, "max_shard_size": "20KB"}, {"results": [path], "license": "mit"}):
@@ -72,14 +68,14 @@ def publish_drafts(folder: Path) -> dict:
     return report
 
 
-def train(output_dir: Path) -> dict:
+def train(words: list[str]) -> dict:
     from hf_dspark import DSparkConfig, DSparkDraftModel, DSparkTrainer, DSparkTrainingArguments
 
     target = load_target()
     config = DSparkConfig.from_target(target.config, num_hidden_layers=1, block_size=3, markov_rank=4)
     rows = [{"input_ids": list(range(start, start + 16)), "loss_mask": [1] * 16} for start in range(8)]
     args = DSparkTrainingArguments(
-        str(output_dir), max_steps=2, num_anchors=4, report_to="none", logging_steps=1, disable_tqdm=True,
+        words[0], max_steps=2, num_anchors=4, report_to="none", logging_steps=1, disable_tqdm=True,
         use_cpu=True, push_to_hub=True, hub_model_id="someone/trained", hub_private_repo=True, save_steps=1,
         hub_always_push=True,
     )  # fmt: skip
@@ -152,7 +148,7 @@ def decode_with_transformers_alone(repositories: list[str]) -> dict:
 
 if __name__ == "__main__":
     commands = {
-        "publish": publish, "package": decode_with_package, "alone": decode_with_transformers_alone,
-        "attach": attach_what_is_found,
+        "publish": publish_drafts, "train": train, "package": decode_with_package,
+        "alone": decode_with_transformers_alone, "attach": attach_what_is_found,
     }  # fmt: skip
     print(json.dumps(commands[sys.argv[1]](sys.argv[2:])))

@@ -98,6 +98,7 @@ def test_speculators_drafts_compute_what_speculators_computed(fixtures, verifier
     torch.testing.assert_close(confidence, io["out.confidence_logits"].view(1, -1, 5), atol=1e-5, rtol=0)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", SPECULATORS)
 def test_speculators_drafts_decode_exactly(fixtures, verifier, name):
     draft = DSparkDraftModel.from_pretrained(fixtures / "speculators" / name).eval()
@@ -231,7 +232,7 @@ ROUND_TRIPS = [
 ]
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(11)
 @pytest.mark.parametrize(
     ("format", "overrides"), ROUND_TRIPS, ids=[f"{format}-{overrides}" for format, overrides in ROUND_TRIPS]
 )
@@ -385,6 +386,7 @@ REFUSED = [
 ]
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize(("format", "engine", "overrides", "message"), REFUSED)
 def test_drafts_that_cannot_be_held_are_refused(make_draft, target, tmp_path, format, engine, overrides, message):
     draft = make_draft(target, **overrides)

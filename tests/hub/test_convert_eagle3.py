@@ -38,6 +38,7 @@ def facts(config):
     return {name: value for name, value in config.to_dict().items() if name not in NAMES}
 
 
+@pytest.mark.one_in(11)
 @pytest.mark.parametrize("format", ["speculators", "sglang"])
 @pytest.mark.parametrize("project", PROJECTS)
 def test_published_drafts_go_there_and_back(fixtures, eagle3_target, tmp_path, project, format):

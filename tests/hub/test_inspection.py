@@ -36,6 +36,7 @@ def written(tmp_path):
     return write
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(("kind", "form"), [(kind, form) for kind, forms in FORMATS.items() for form in forms])
 def test_what_is_said_is_what_loading_makes_of_it(written, monkeypatch, kind, form):
     target, draft, folder = written(kind, form)
@@ -109,6 +110,7 @@ OF_DRAFTS = [path.parent for path in sorted(FIXTURES.rglob("config.json"))
              and not path.parent.name.startswith("target")]  # fmt: skip
 
 
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize("folder", OF_DRAFTS, ids=lambda folder: str(folder.relative_to(FIXTURES)))
 def test_what_other_projects_have_written_is_described(folder):
     report = inspect_draft(folder)

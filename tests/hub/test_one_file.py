@@ -112,6 +112,7 @@ def package_block(draft, ids, features, cache):
     return draft.draft_block(new_context(ids[0, -1:], features, cache), Dense())
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("facts", KINDS.values(), ids=KINDS)
 def test_blocks_are_those_of_the_package(one_file, copied, make_target, make_draft, monkeypatch, facts):
     """Two blocks one after the other: distributions and confidences agree, so caches, positions and masks do."""
@@ -144,6 +145,7 @@ def test_blocks_are_those_of_the_package(one_file, copied, make_target, make_dra
             torch.testing.assert_close(torch.tensor(confidences[-4:]), expected, atol=1e-5, rtol=1e-4)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("cut", [{}, {"assistant_confidence_threshold": 0.5}, {"num_assistant_tokens": 2}], ids=str)
 def test_trained_pair_takes_the_rounds_of_the_package(one_file, copied, pair, cut):
     """The same tokens as plain decoding, and the same drafts and acceptance as the package, round by round."""
@@ -172,6 +174,7 @@ def knowing_the_answer(monkeypatch, copy, answer):
     monkeypatch.setattr(copy, "draw_block", draw_block)
 
 
+@pytest.mark.one_in(11)
 @EACH_TYPE
 def test_kinds_of_targets_are_decoded_as_without_a_draft(one_file, copied, monkeypatch, model_type, facts):
     """Sliding windows, latent attention, sinks, learnt positions, mixtures of experts: rolled back exactly."""
@@ -234,6 +237,7 @@ def distance(one_file, copied, make_target, monkeypatch):
     return measure
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("kind", ["vanilla", "gated", "rnn", "dflash", "rnn_fill_in"])
 def test_sampling_follows_the_target_distribution_exactly(distance, kind):
     assert distance(**KINDS[kind]) < ROUNDING
@@ -267,7 +271,7 @@ def test_enumeration_catches_rejected_drafts_replaced_from_the_whole_distributio
         return (draft if kept else self.draw(p_t)), kept
 
     monkeypatch.setattr(one_file.TokenRule, "verify", verify)
-    assert distance() > 0.01
+    assert distance(new_tokens=3) > 0.01
 
 
 def test_enumeration_catches_a_cut_that_looks_at_its_own_token(distance):
@@ -281,7 +285,7 @@ def test_enumeration_catches_a_cut_that_looks_at_its_own_token(distance):
 
         copy.draw_block = before_token_one
 
-    assert distance(spoil=spoil) > 0.01
+    assert distance(new_tokens=3, spoil=spoil) > 0.01
 
 
 class Counting(LogitsProcessor):
@@ -391,6 +395,7 @@ def test_answers_on_one_side_of_a_switch_are_decoded(one_file, copied, pair, mon
         assert one_file.generate(target, assistant_model=draft, inputs=PROMPT, **GREEDY).equal(plain)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("do_sample", [False, True])
 def test_numbers_that_overflow_are_not_drafted_from(one_file, copied, make_target, make_draft, do_sample):
     target = make_target()

@@ -63,14 +63,8 @@ def session(hub, tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def everything(session, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("published")
-    return session("publish", folder) | {"folder": folder}
-
-
-@pytest.fixture(scope="module")
-def published(everything):
-    return everything["drafts"]
+def published(session, tmp_path_factory):
+    return session("publish", tmp_path_factory.mktemp("published"))
 
 
 @pytest.fixture(scope="module")
@@ -113,8 +107,9 @@ def test_a_draft_that_names_its_target_is_found_and_attached_also_without_the_hu
     assert report["tokens"]["greedy"] == published["tokens"][DSPARK]["greedy"]
 
 
-def test_a_trainer_publishes_draft_card_code_and_nothing_else(everything, hub):
-    report, working_folder = everything["trained"], everything["folder"]
+@pytest.mark.slow
+def test_a_trainer_publishes_draft_card_code_and_nothing_else(session, hub, tmp_path):
+    report = session("train", tmp_path / "trained")
     repository = hub.repositories["someone/trained"]
     assert repository.private and report["tokens"]
     *while_training, (pushed, first), (later, _) = repository.commits[1:]
@@ -126,10 +121,10 @@ def test_a_trainer_publishes_draft_card_code_and_nothing_else(everything, hub):
     assert first.keys() == files.keys() | {"results/training.json"}
     result = json.loads(first["results/training.json"])
     assert result["steps"] == 2 and result["num_rows"] == 8 and result["metrics"]["tau"] >= 1.0
-    assert TOKEN not in first["results/training.json"].decode() and str(working_folder) not in str(first)
+    assert TOKEN not in first["results/training.json"].decode() and str(tmp_path) not in str(first)
     card = first["README.md"].decode()
     assert "| steps | 2 |" in card and "someone/rows" in card and "license: mit" in card
-    assert (working_folder / "trained" / "training_args.bin").exists()  # kept, and kept here
+    assert (tmp_path / "trained" / "training_args.bin").exists()  # kept, and kept here
 
 
 def test_a_repository_holds_the_drafts_own_weights_in_shards(published, hub):

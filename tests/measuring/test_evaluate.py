@@ -139,6 +139,7 @@ def test_a_target_alone_has_speed_and_no_rounds(pair, text_tokenizer, tmp_path):
     assert result["draft"] == {} and result["policy"] is None and found.answers[0].rounds.proposed == []
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("batch_size", [1, 2])
 def test_plain_decoding_of_the_same_turns_is_compared(pair, text_tokenizer, batch_size):
     found = evaluate(*pair, {"t": TALKS}, text_tokenizer, batch_size=batch_size, compare_plain=True, **GREEDY)
@@ -216,6 +217,7 @@ def test_malformed_lines_and_prompts_that_do_not_fit_are_named_and_the_rest_runs
     assert set(result["failed"][0]) == {"task", "line", "error"}
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("place", [0, 1])  # the first prompt warms up, too
 @pytest.mark.parametrize("batch_size", [1, 4])
 def test_a_prompt_that_fails_fails_alone(pair, text_tokenizer, batch_size, place, monkeypatch):

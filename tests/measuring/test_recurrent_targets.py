@@ -14,6 +14,7 @@ def pair(request):
     return (target := build(request.param)), make_own_draft(target)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.filterwarnings("ignore:a calibration on")
 def test_a_draft_is_calibrated_and_evaluated(pair):
     target, draft = pair
@@ -24,6 +25,7 @@ def test_a_draft_is_calibrated_and_evaluated(pair):
     assert speedup.identical == 3 and speedup.best_tokens == 36
 
 
+@pytest.mark.one_in(2)
 def test_a_profile_of_a_hybrid_target_gives_a_table(pair):
     profile = profile_throughput(*pair, batch_sizes=(1, 2), context_lengths=(8, 24), repetitions=1, cache=False)
     assert profile.table.verify_tokens[:5] == (1, 2, 3, 4, 5)

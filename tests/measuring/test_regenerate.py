@@ -178,7 +178,7 @@ def test_wrong_options_are_raised_before_anything_is_written(run, options, words
     assert not run.path.exists()
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize("kept", [0, 1, 5, 8])
 def test_an_interruption_changes_nothing(run, kept):
     whole = run(num_samples=2, seed=3)
@@ -197,6 +197,7 @@ def test_what_is_there_is_not_written_again_and_samples_can_be_added(run, target
     assert len(more) == 12 and {key: more[key] for key in first} == first
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     ("change", "words"),
     [

@@ -15,6 +15,7 @@ GREEDY = {"do_sample": False, "max_new_tokens": 8, "pad_token_id": 0}
 IDS = torch.tensor([[3, 4, 5, 6]])
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("kind", ["dspark", "dflash", "eagle3"])
 @pytest.mark.parametrize("loader", [AutoModel, AutoModelForCausalLM])
 def test_every_auto_class_loads_a_draft_that_assists(tmp_path, kind, loader):
@@ -75,6 +76,7 @@ SAVED = {
 }  # fmt: skip
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("name", SAVED)
 def test_every_argument_of_saving_works_or_is_refused(tmp_path, name):
     draft = tiny_pair()[1]

@@ -67,6 +67,7 @@ def test_half_precision_around_the_losses_changes_no_sum():
 # ---- parity with DeepSpec
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(("name", "setting"), CASES)
 def test_block_losses_and_reported_acceptance_match_deepspec(golden, name, setting):
     data = golden(name)
@@ -88,6 +89,7 @@ def test_block_losses_and_reported_acceptance_match_deepspec(golden, name, setti
     assert rates.tolist() == pytest.approx([metrics[f"train/accept_rate@{slot}"] for slot in range(5)], rel=1e-5)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(("name", "setting"), CASES)
 def test_gradients_match_deepspec(golden, name, setting):
     data = golden(name)

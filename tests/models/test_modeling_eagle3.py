@@ -225,6 +225,7 @@ def test_dummies_and_first_tokens_leave_no_trace(target, kind):
     assert all(parameter.grad.isfinite().all() for parameter in draft.parameters())
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("use_reentrant", [True, False])
 @pytest.mark.parametrize("kind", KINDS[1:], ids=str)
 def test_gradients_reach_every_parameter_and_are_the_same_with_checkpointing(target, use_reentrant, kind):
@@ -316,6 +317,7 @@ def plain_answers(target, prompts, **options):
     return [target.generate(torch.tensor([prompt]), **(GREEDY | options))[0].tolist() for prompt in prompts]
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("num_hidden_layers", [1, 2])
 def test_greedy_output_of_a_ragged_batch_is_identical(target, watch, num_hidden_layers):
     draft = make_eagle3(target, num_hidden_layers=num_hidden_layers)
@@ -328,7 +330,7 @@ def test_greedy_output_of_a_ragged_batch_is_identical(target, watch, num_hidden_
     watch.check(target, draft)
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize(
     ("loop", "options"),
     [
@@ -359,6 +361,7 @@ def test_left_padding_is_no_context_in_transformers_loop(target, draft, watch):
     watch.check(target, draft, strip=3)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.filterwarnings("ignore:.*out of memory")
 @pytest.mark.parametrize("fails", [False, True])
 def test_generate_many_yields_the_plain_answers_also_when_a_round_fails(target, draft, watch, monkeypatch, fails):
@@ -381,6 +384,7 @@ def test_generate_many_yields_the_plain_answers_also_when_a_round_fails(target, 
         watch.check(target, draft)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("waiting_at_most", [1, 128])
 def test_rounds_without_drafts_lose_no_context(monkeypatch, target, draft, watch, waiting_at_most):
     monkeypatch.setattr(generator_module, "WAITING_AT_MOST", waiting_at_most)
@@ -391,6 +395,7 @@ def test_rounds_without_drafts_lose_no_context(monkeypatch, target, draft, watch
     watch.check(target, draft)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("turn", ["longer", "only_new", "edited", "shorter"])
 def test_a_conversation_goes_on_with_the_whole_context(target, draft, watch, turn):
     """Of the last token that stays, the draft had read the next one, which an edit takes away."""
@@ -415,6 +420,7 @@ def test_a_conversation_goes_on_with_the_whole_context(target, draft, watch, tur
 # ---- losslessness
 
 
+@pytest.mark.one_in(11)
 @pytest.mark.parametrize("processors", [[], [TopKLogitsWarper(2)]], ids=["none", "top_k"])
 @pytest.mark.parametrize("candidates", ["all", "the_best", "the_worst"])
 @pytest.mark.parametrize("policy", [FullBlock(), ConfidenceThreshold(0.4)], ids=["full", "threshold"])

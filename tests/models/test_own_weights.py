@@ -87,6 +87,7 @@ def assert_drafts_with(draft, tensors, target, own):
     assert not any(draft.get_parameter(name).requires_grad for name in own)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("changes", WEIGHTS.values(), ids=WEIGHTS)
 def test_what_differs_from_the_targets_is_used_told_and_kept(make_folder, target, tmp_path, changes):
     folder, tensors = make_folder(changes)
@@ -99,7 +100,7 @@ def test_what_differs_from_the_targets_is_used_told_and_kept(make_folder, target
     assert_drafts_with(bound(tmp_path / "unbound", target, changes), tensors, target, changes)
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(17)
 @pytest.mark.filterwarnings("ignore:the draft .* brings")
 @pytest.mark.parametrize("given", ["folder", "draft", "bound draft"])
 @pytest.mark.parametrize("named", [False, True], ids=["loaded target", "folder of the target"])
@@ -165,6 +166,7 @@ def test_each_kind_of_draft_decodes_with_its_own_weights(make_folder, fixtures, 
     assert_drafts_with(draft, tensors, target, SHAREABLE)
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("theirs", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_copies_may_be_rounded(make_folder, target, stored, theirs):

@@ -36,6 +36,7 @@ def loop_target(make_target):
     return target
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize(
     "policy",
     [None, Scheduler(num_nodes=31), Scheduler(ThroughputTable((1, 8, 64), (95, 94, 80)), trees=True, skip=False)],
@@ -49,13 +50,6 @@ def test_batches_are_those_of_plain_decoding_in_fewer_rounds(loop_target, policy
     assert torch.equal(loop_target.generate(**batch, **given, **GREEDY), plain)
     stats = lookup.last_stats
     assert stats.rounds < 0.5 * sum(stats.committed) and max(stats.accepted) > 3
-
-
-def test_texts_that_repeat_nothing_are_decoded_as_without_it(make_target):
-    target = make_target()
-    lookup, batch = PromptLookup(target), padded(ROWS)
-    output = target.generate(**batch, assistant_model=lookup, **GREEDY)
-    assert torch.equal(output, target.generate(**batch, **GREEDY))
 
 
 def test_a_scheduler_that_sees_no_gain_copies_nothing(loop_target):

@@ -47,6 +47,7 @@ def test_taps_are_those_of_the_projects_code(pair, project):
     assert draft.config.num_target_layers in (None, target.config.num_hidden_layers)
 
 
+@pytest.mark.one_in(3)
 def test_chains_match_the_projects_code(pair):
     target, draft, io = pair
     features = target_features(target, io["answer"].tolist(), draft.config.target_layer_ids)
@@ -58,6 +59,7 @@ def test_chains_match_the_projects_code(pair):
         assert torch.equal(proposed.token_ids[0], expected)
 
 
+@pytest.mark.one_in(4)
 def test_rounds_accept_what_the_projects_drafts_would(pair):
     target, draft, io = pair
     rounds = []

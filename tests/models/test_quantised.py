@@ -105,6 +105,7 @@ def whole(shipped, folder):
     return {top_k: tau(shipped, load_draft(folder, dtype="float32"), top_k) for top_k in (None, 64)}
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("bits", ["8", "nf4", pytest.param("fp4", marks=pytest.mark.slow)])
 def test_quantised_drafts_are_right_about_as_often(shipped, folder, whole, bits, tmp_path):
     """Whole blocks of a trained draft, loaded with bits, and stored with them, with and without candidates."""
@@ -138,7 +139,7 @@ def test_candidates_of_a_quantised_head_get_what_all_tokens_get(make_target, mak
     torch.testing.assert_close(head.bias(rows, ids), biases.gather(-1, ids), atol=1e-5, rtol=1e-4)
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize("bits", BITS)
 @pytest.mark.parametrize("kind", [DSparkDraftModel, Eagle3DraftModel])
 @torch.no_grad()
@@ -160,6 +161,7 @@ def test_quantised_drafts_read_features_as_they_are(make_quantised, tmp_path, ki
     assert torch.equal(target.generate(prompt, assistant_model=packed, max_new_tokens=12, do_sample=False), plain)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("bits", BITS)
 def test_stored_bits_are_read_as_they_were_written(tmp_path, bits):
     from bitsandbytes.functional import dequantize_4bit
@@ -178,6 +180,7 @@ def test_stored_bits_are_read_as_they_were_written(tmp_path, bits):
         assert difference < (0.02 if bits == "8" else 1e-2), name
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     "damage",
     [
@@ -221,6 +224,7 @@ OTHERS = [
 ]
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("method", OTHERS)
 def test_other_quantisations_are_refused_before_weights_are_read(tmp_path, method):
     folder = Path(shutil.copytree(PAIR / "draft", tmp_path / "draft"))
@@ -265,7 +269,7 @@ def test_quantised_drafts_are_not_converted(tmp_path):
         load_draft(tmp_path / "stored", quantization_config=BitsAndBytesConfig(load_in_4bit=True))
 
 
-@pytest.mark.one_in(5)
+@pytest.mark.one_in(7)
 @pytest.mark.parametrize("ours", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("theirs", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("autocast", [False, True])

@@ -27,6 +27,7 @@ def draft(request, target, make_draft):
     return make_draft(target, **KINDS[request.param])
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_gradients_reach_every_parameter(draft, checkpointing):
     draft.train()
@@ -41,7 +42,7 @@ def test_gradients_reach_every_parameter(draft, checkpointing):
     assert missing == []
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize("policy", [FullBlock(), Scheduler(num_nodes=6)], ids=["chain", "tree"])
 def test_greedy_rows_are_those_of_plain_decoding(target, draft, policy):
     draft.decoding = type(draft.decoding)(policy=policy)
@@ -49,6 +50,7 @@ def test_greedy_rows_are_those_of_plain_decoding(target, draft, policy):
     assert sum(draft.last_stats.proposed) > 0
 
 
+@pytest.mark.one_in(3)
 def test_a_draft_survives_saving_and_loading(target, draft, tmp_path):
     draft.save_pretrained(tmp_path)
     loaded = DSparkDraftModel.from_pretrained(tmp_path)

@@ -56,6 +56,7 @@ def by_prefix(path):
 RULES = {"whole": len, "one": lambda path: 1, "none": lambda path: 0, "by_prefix": by_prefix}
 
 
+@pytest.mark.one_in(7)
 @pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
 @pytest.mark.parametrize(("vocab", "gamma"), [(2, 2), (2, 3), (3, 2), (3, 3)])
 @pytest.mark.parametrize("options", [{}, {"zeros": True}, {"top_k": 2}], ids=["full", "zeros", "truncated"])

@@ -70,9 +70,6 @@ def test_verify_chains_matches_deepspec_for_greedy_decoding(golden, name):
     assert [*verify_ids[0, 1 : 1 + accepted].tolist(), *verified.next_token_ids.tolist()] == expected["committed"]
 
 
-# ---- verification of ragged, cut and arg-max blocks
-
-
 # ---- distributions that are none
 
 

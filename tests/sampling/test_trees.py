@@ -129,6 +129,7 @@ SHAPES = {
 }
 
 
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 @pytest.mark.parametrize(
     "options", [{}, {"zeros": True}, {"top_k": 1}], ids=["full", "zeros", "one_token_distributions"]
@@ -138,6 +139,7 @@ def test_a_tree_over_two_tokens_keeps_the_targets_distribution(paths, shape, opt
     assert bias(paths, [world], lambda: [grow(world, DraftTree(), shape, depth=2)], depth=2) < EXACT
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("shape", [SHAPES["pairs"], ragged], ids=["pairs", "ragged"])
 @pytest.mark.parametrize("top_k", [None, 2])
 def test_a_tree_over_three_tokens_keeps_the_targets_distribution(paths, shape, top_k):

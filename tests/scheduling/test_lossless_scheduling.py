@@ -199,6 +199,7 @@ CAUSAL = {
 }
 
 
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize("gamma", [2, 3])
 @pytest.mark.parametrize("make_policy", CAUSAL.values(), ids=CAUSAL)
 def test_one_request_keeps_the_target_distribution(make_policy, gamma):
@@ -208,6 +209,7 @@ def test_one_request_keeps_the_target_distribution(make_policy, gamma):
         assert bias_of_one_round(policy, [World.random(seed, gamma + 1)], gamma) < EXACT
 
 
+@pytest.mark.one_in(7)
 @pytest.mark.parametrize(("gamma", "limits"), [(2, [2, 2]), (2, [1, 2]), (3, [3, 3]), (3, [3, 1])])
 @pytest.mark.parametrize("make_policy", CAUSAL.values(), ids=CAUSAL)
 def test_two_requests_keep_their_joint_distribution(make_policy, gamma, limits):
@@ -216,6 +218,7 @@ def test_two_requests_keep_their_joint_distribution(make_policy, gamma, limits):
         assert bias_of_one_round(make_policy(jagged_curve(seed)), worlds, gamma, limits) < EXACT
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(("requests", "gamma"), [(1, 2), (1, 3), (2, 2), (2, 3)])
 def test_lagged_budget_keeps_the_joint_distribution(requests, gamma):
     for seed in range(4):
@@ -238,6 +241,7 @@ def test_a_cap_is_not_shared_out_by_what_would_be_chosen_in_all():
     assert bias_of_one_round(limited(cost, 2.0), [first, second], 3) < EXACT
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("other_tokens", [0, 5, 100, 252, 253, 254, 255, 256, 5000])
 def test_the_hull_does_not_depend_on_what_can_survive(other_tokens):
     """Also where the window reaches beyond the table's last probe."""

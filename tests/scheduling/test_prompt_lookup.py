@@ -150,6 +150,7 @@ def test_sure_matches_save_the_drafts_pass_and_the_draft_reads_them_later(pair, 
     assert 1 < len(read) < 0.5 * draft.last_stats.rounds and max(read) >= 128
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("do_sample", [False, True])
 @pytest.mark.parametrize("lookup_alone", [False, True])
 def test_a_constraint_is_not_asked_about_matches_that_it_forbids(pair, do_sample, lookup_alone):
@@ -214,7 +215,7 @@ class Anew(Scheduler):
 @pytest.mark.parametrize("is_honest", [True, False])
 def test_matches_are_sent_alone_by_what_earlier_rounds_have_shown(make_target, monkeypatch, is_honest):
     """Control: some drafts are dropped by what was drawn."""
-    target, draft = make_pair(make_target, seed=5)
+    target, draft = make_pair(make_target, seed=5, depth=4)
     honest, sent = Drafter._draft_chains, Counter()
 
     def some(*args):

@@ -25,6 +25,7 @@ def stored(target, folder) -> tuple[BorrowedModules, set[str]]:
         return BorrowedModules.load(folder / "target.safetensors"), set(file.keys())
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", FAMILIES)
 @torch.no_grad()

@@ -16,6 +16,7 @@ SOME = [
 ]  # fmt: skip
 
 
+@pytest.mark.one_in(9)
 @pytest.mark.parametrize("model_type", [name for name in SOME if name in transformers.CONFIG_MAPPING])
 def test_a_type_decodes_as_without_a_draft_or_is_refused_by_name(model_type):
     found = families.of_type(model_type, new_tokens=8)

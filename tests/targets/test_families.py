@@ -49,6 +49,7 @@ def test_no_family_is_forgotten():
     assert set(stateful_families()) <= tested
 
 
+@pytest.mark.one_in(5)
 @needs_protocol
 @EACH
 def test_two_turns_of_any_batch_give_the_tokens_of_plain_decoding(family, monkeypatch):
@@ -71,6 +72,7 @@ def test_two_turns_of_any_batch_give_the_tokens_of_plain_decoding(family, monkey
             cache = {cache_argument(target): output.past_key_values}
 
 
+@pytest.mark.one_in(3)
 @needs_protocol
 @EACH
 def test_padding_of_any_tokens_gives_what_plain_decoding_gives_or_is_refused(family):
@@ -90,6 +92,7 @@ def test_padding_of_any_tokens_gives_what_plain_decoding_gives_or_is_refused(fam
             target.generate(rows, **options, assistant_model=draft)
 
 
+@pytest.mark.one_in(3)
 @needs_protocol
 @EACH
 def test_packed_rows_have_the_logits_of_single_ones(family):

@@ -147,6 +147,7 @@ def assert_decoded_as_if_alone(target, draft, new_tokens=14):
     return plain
 
 
+@pytest.mark.one_in(9)
 @EACH_TYPE
 def test_every_row_of_a_ragged_batch_is_decoded_as_if_alone(model_type, facts):
     target, draft = make_pair(model_type, facts)
@@ -154,6 +155,7 @@ def test_every_row_of_a_ragged_batch_is_decoded_as_if_alone(model_type, facts):
     assert draft.last_stats.tau > 1.5
 
 
+@pytest.mark.one_in(5)
 @EACH_TYPE
 def test_hidden_states_are_those_of_plain_generate(model_type, facts):
     target, draft = make_pair(model_type, facts)
@@ -167,7 +169,7 @@ def test_hidden_states_are_those_of_plain_generate(model_type, facts):
             torch.testing.assert_close(own.select(last, -1), layer.select(last, -1), rtol=1e-3, atol=1e-3)
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(11)
 @EACH_TYPE
 def test_trees_follow_their_own_branch_alone(model_type, facts):
     target, draft = make_pair(model_type, facts)
@@ -198,6 +200,7 @@ if "gptj" not in TYPES:
     OWN_ATTENTION["gptj"] = GPTJ
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(("name", "facts"), OWN_ATTENTION.items(), ids=OWN_ATTENTION)
 def test_targets_with_attention_of_their_own_run_alone_and_are_refused_in_batches(name, facts):
     target, draft = make_pair(name.removesuffix("_alibi"), facts)
@@ -249,6 +252,7 @@ def kosmos_pair():
     return target, make_own_draft(target)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("make", "reason"),
     [
@@ -290,6 +294,7 @@ def test_windows_that_a_cache_alone_knows_are_refused_where_they_would_be_left()
     assert_same_tokens(target, draft, ids, **(PLAIN | {"max_new_tokens": 4}))
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("model_type", ["gemma4_text", "gemma3n_text", "mistral"])
 def test_plain_caches_of_layers_that_share_keys_are_continued_and_filled(model_type):
     target, draft = make_pair(model_type, TYPES[model_type])
@@ -317,6 +322,7 @@ def longrope_pair(model_type, switch):
     return make_pair(model_type, facts | {"original_max_position_embeddings": switch})
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("switch", [12, 13, 20, 31])
 def test_frequencies_that_switch_at_a_length_switch_there(monkeypatch, switch):
     target, draft = longrope_pair("llama", switch)

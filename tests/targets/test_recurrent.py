@@ -50,7 +50,7 @@ def assisted(target, draft, prompts, new_tokens, **options):
     return rows, output
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(11)
 @pytest.mark.parametrize(
     ("lengths", "right_part"), [((7,), 0.6), ((3, 11, 6), 0.0), ((3, 11, 6), 1.0), ((5, 1, 9, 2, 14), 0.6)]
 )
@@ -66,6 +66,7 @@ def test_rows_get_the_tokens_of_plain_decoding(pair, monkeypatch, lengths, right
         assert draft.last_stats.tau > 3
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("name", KINDS)
 def test_the_state_of_a_rejected_token_left_in_place_would_be_seen(name, monkeypatch):
     target, draft = pair_of(name)
@@ -87,6 +88,7 @@ def test_the_state_of_a_rejected_token_left_in_place_would_be_seen(name, monkeyp
     assert any(not torch.equal(row, answer) for row, answer in zip(rows, expected, strict=True))
 
 
+@pytest.mark.one_in(3)
 def test_a_prompt_may_be_read_in_chunks(pair, monkeypatch):
     target, draft = pair
     prompts = prompts_of(target, (3, 11, 6))
@@ -97,6 +99,7 @@ def test_a_prompt_may_be_read_in_chunks(pair, monkeypatch):
         torch.testing.assert_close(row, answer)
 
 
+@pytest.mark.one_in(3)
 def test_a_conversation_goes_on_and_an_edited_one_begins_again(pair):
     target, draft = pair
     prompts = prompts_of(target, (9, 5))
@@ -116,6 +119,7 @@ def test_a_conversation_goes_on_and_an_edited_one_begins_again(pair):
         torch.testing.assert_close(row, answer)
 
 
+@pytest.mark.one_in(3)
 def test_a_target_is_left_as_it_was(pair):
     target, draft = pair
     before = {name: dict(vars(module)) for name, module in target.named_modules()}
@@ -140,6 +144,7 @@ def test_transformers_own_loop_is_refused(name):
         assisted(target, draft, prompts_of(target, (5,)), 4)
 
 
+@pytest.mark.one_in(3)
 def test_a_queue_of_more_prompts_than_rows_gives_each_its_own_answer(pair, monkeypatch):
     target, draft = pair
     prompts = prompts_of(target, (3, 11, 6, 8, 2))
@@ -150,6 +155,7 @@ def test_a_queue_of_more_prompts_than_rows_gives_each_its_own_answer(pair, monke
         torch.testing.assert_close(each.token_ids, expected[each.index][-12:])
 
 
+@pytest.mark.one_in(3)
 def test_neighbours_of_a_prompt_that_fails_when_it_is_admitted_begin_anew(pair):
     target, draft = pair
     prompts = prompts_of(target, (3, 11, 6, 8, 2))
@@ -183,6 +189,7 @@ def test_a_pass_in_another_thread_does_not_decide_what_a_layers_own_settings_are
     assert mixer.chunk_size == own
 
 
+@pytest.mark.one_in(3)
 def test_several_sequences_of_a_prompt_have_states_of_their_own(pair):
     target, draft = pair
     prompts = prompts_of(target, (4, 7))

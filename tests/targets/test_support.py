@@ -13,7 +13,6 @@ from hf_dspark import AssistantDraft, DecodingOptions, attach, decode_with
 from hf_dspark.targets.support import TargetSupport
 from tests.hybrids import HAVE_PROTOCOL, build, make_own_draft
 from tests.rows import GREEDY
-from tests.targets.test_model_types import make_pair
 
 
 @pytest.fixture
@@ -30,6 +29,7 @@ def walks(monkeypatch):
     return counts
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("kind", ["attention", "calibrated", "recurrent"])
 @pytest.mark.parametrize("door", ["assistant_model", "custom_generate"])
 def test_a_call_walks_over_the_targets_modules_once(make_target, make_draft, walks, kind, door):
@@ -114,17 +114,6 @@ def test_all_reasons_against_a_batch_are_named_at_once(make_target, make_draft):
     draft.decoding, positions = DecodingOptions(use_transformers_loop=True), torch.arange(12)[None] + 50
     with pytest.raises(ValueError, match="use_transformers_loop is set; position_ids are not"):
         target.generate(ids, position_ids=positions.expand(2, -1), assistant_model=draft, **GREEDY)
-
-
-def test_obstacles_of_ordinary_targets():
-    for model_type, facts, message in (
-        ("llama", {}, None),
-        ("bloom", {"n_layer": 4, "n_head": 4}, "attention of its own"),
-    ):
-        target = make_pair(model_type, facts)[0]
-        support = TargetSupport.of(target)
-        assert (support.slot_obstacle is None) if message is None else (message in support.slot_obstacle)
-        assert support.tree_obstacle is None and support.state_obstacle is None
 
 
 @pytest.mark.filterwarnings("ignore:torch")

@@ -57,6 +57,7 @@ QUANTISED = {
 }
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     "options",
     [
@@ -110,6 +111,7 @@ def test_eight_bit_layer_looks_for_outliers_in_each_group_alone(bitsandbytes, bi
         assert torch.equal(layer(states), together)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("options", [QUANTISED["int8_head_too"], QUANTISED["nf4_double"]], ids=["int8", "nf4"])
 def test_quantised_target_lends_its_embedding_and_head_and_calibrates(make_quantised, options):
     target = make_quantised(**options)
@@ -165,6 +167,7 @@ DEVICE_MAPS = {
 }
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("placed", DEVICE_MAPS.values(), ids=DEVICE_MAPS)
 def test_target_partly_on_disk_decodes_every_row_as_if_alone(make_target, tmp_path, placed):
     from accelerate import dispatch_model
@@ -247,7 +250,7 @@ ADAPTED = {
 }
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("adapt", ADAPTED.values(), ids=ADAPTED)
 def test_target_with_an_adapter_decodes_every_row_as_if_alone(make_target, adapt):
     base = make_target()
@@ -334,6 +337,7 @@ REFUSED = {
 }
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(("kind", "options", "message"), REFUSED.values(), ids=REFUSED)
 def test_adapters_that_change_what_a_position_is_are_refused(make_target, kind, options, message):
     base = make_target()
@@ -434,13 +438,14 @@ def image_prompt(target, num_rows=1, seed=1):
     return inputs | {"token_type_ids": types} if name == "gemma3" else inputs
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 def test_texts_are_decoded_together_by_a_target_that_sees(seeing):
     target, draft = seeing
     assert_decoded_as_if_alone(target, draft)
     assert check_target(target) < 1e-3
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("seeing", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "gemma3"], indirect=True)
 def test_processors_may_say_that_texts_hold_no_images(seeing):
     target, draft = seeing
@@ -451,7 +456,7 @@ def test_processors_may_say_that_texts_hold_no_images(seeing):
     assert target.generate(**batch, **types, assistant_model=draft, **PLAIN).tolist() == plain.tolist()
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(5)
 def test_prompt_with_an_image_gives_the_same_tokens_alone_and_is_refused_in_batches(seeing, monkeypatch):
     target, draft = seeing
     plain = target.generate(**image_prompt(target), **PLAIN)
@@ -468,7 +473,7 @@ def test_prompt_with_an_image_gives_the_same_tokens_alone_and_is_refused_in_batc
         assert target.generate(**image_prompt(target, num_rows=2), **PLAIN).tolist() == plain.tolist()
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 def test_conversation_about_an_image_is_refused_on_a_cache_and_decoded_whole(seeing):
     target, draft = seeing
     turn = image_prompt(target)
@@ -482,6 +487,7 @@ def test_conversation_about_an_image_is_refused_on_a_cache_and_decoded_whole(see
     assert_same_tokens(target, draft, longer.pop("input_ids"), **PLAIN, **longer)
 
 
+@pytest.mark.one_in(3)
 def test_features_come_from_the_language_model(seeing):
     target, draft = seeing
     assert TargetSupport.of(target).layers is target.get_decoder().layers
@@ -515,6 +521,7 @@ def test_draft_config_of_a_target_that_sees_describes_its_text():
 USER, ASSISTANT, END, THINK, THOUGHT = 50, 51, 52, 53, 54
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("opening", [[], [THINK]], ids=["target_opens_its_thoughts", "template_opens_them"])
 @pytest.mark.parametrize("keeps", [False, True], ids=["thoughts_dropped", "thoughts_kept"])
 def test_conversation_goes_on_over_a_cache_whose_thoughts_were_dropped(pair, keeps, opening):

@@ -32,7 +32,7 @@ def datasets():
     return pytest.importorskip("datasets").Dataset
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(9)
 @pytest.mark.parametrize("packing", [False, True])
 @pytest.mark.parametrize("form", FORMS)
 def test_predict_measures_what_evaluate_does(make_trainer, rows, form, packing):
@@ -96,6 +96,7 @@ def test_a_collator_of_other_columns_is_named(target, rows, tmp_path):
         trainer.train()
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("kind", ["dspark", "dflash", "eagle3"])
 def test_a_draft_that_no_other_format_holds_is_named_before_it_is_trained(make_trainer, target, kind, recwarn):
     draft = tiny_draft(target.config, kind)
@@ -106,6 +107,7 @@ def test_a_draft_that_no_other_format_holds_is_named_before_it_is_trained(make_t
         make_trainer(draft)
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("kind", ["dspark", "gated", "fill-in", "pruned", "eagle3", "own"])
 def test_adapters_are_trained_in_every_layer_of_a_draft(kind, tmp_path):
     peft = pytest.importorskip("peft")

@@ -164,6 +164,7 @@ def test_filling_resumes_after_the_last_row(target, tmp_path, monkeypatch, num_p
     assert_holds(cache, target)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     "content",
     [b"", b"half", b"\xff" * 64, None, {"states": torch.zeros(9, 96, dtype=torch.bfloat16)},

@@ -35,6 +35,7 @@ def test_a_draft_learns(family, tmp_path):
     assert after["eval_loss"] < 0.9 * before["eval_loss"] and after["eval_tau"] > before["eval_tau"] + 0.1
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("family", ["qwen3_5_text", "lfm2", "mamba", "nemotron_h"])
 def test_packed_documents_are_refused_where_a_state_runs_from_one_into_the_next(family, tmp_path):
     with pytest.raises(ValueError, match="does not keep the documents of a packed row apart .* use packing=False"):

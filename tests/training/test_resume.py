@@ -107,7 +107,7 @@ PARTS = (
 )  # fmt: skip
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(19)
 @pytest.mark.parametrize("part", PARTS)
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_checkpoint_with_a_damaged_file_is_passed_over_and_named(saved, tmp_path, part, damage):

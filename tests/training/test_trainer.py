@@ -14,7 +14,7 @@ from tests.training.train_tiny import Stream
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:torch.utils.data")
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize("kind", ["dspark", "gated", "fill-in", "pruned", "dflash", "eagle3", "mtp", "v4"])
 def test_every_kind_of_draft_learns(make_trainer, logged, target, kind):
     draft = tiny_draft(target.config, kind)
@@ -234,6 +234,7 @@ def test_drafts_are_loaded_by_name_with_wide_weights(make_trainer, target, tmp_p
     assert type(trained) is type(draft) and trained.dtype == torch.float32
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("bits", [4, 8])
 def test_quantised_targets_train_drafts(make_trainer, logged, make_quantised, tmp_path, bits):
     target = make_quantised(bits)
@@ -257,7 +258,7 @@ def test_offloaded_targets_train_drafts(make_trainer, make_draft, make_target, t
     assert found == pytest.approx(plain, abs=1e-5)
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("packing", [False, True])
 @pytest.mark.parametrize("kind", ["map", "stream", "torch"])
 def test_data_sets_of_every_kind_train(make_trainer, logged, rows, kind, packing):
@@ -348,7 +349,6 @@ def test_a_run_of_one_step_trains_and_is_said_to_train_little(make_trainer, logg
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"num_anchors": 0}, "num_anchors must be at least 1, got 0"),
         ({"position_decay": -4.0}, "position_decay must be positive or None, got -4.0"),
         ({"packing": True, "max_length": None}, "packing joins documents into rows of max_length tokens"),
         ({"push_to_hub": True, "hub_strategy": "checkpoint"}, "pickled states"),
