@@ -303,8 +303,7 @@ def test_calls_go_without_a_draft_that_did_not_pay_and_try_it_now_and_then(targe
     skipped = experience_of(target, draft).skipped
     for name, known in (("_wait", skipped.most), ("gain", 1.0), ("paid", 0.9)):  # all was in vain
         monkeypatch.setattr(skipped, name, known)  # other tests have the same pair
-    for weight in ("PAID_WEIGHT", "LOOKUP_WEIGHT"):  # whatever times this machine measures
-        monkeypatch.setattr(scheduler, weight, 0.0)
+    monkeypatch.setattr(scheduler, "GAIN_WEIGHT", 0.0)  # whatever times this machine measures
     batch = padded(prompts[:1]) | GREEDY
     expected = outcome(target, batch)
     with attach(target, draft) as attached, pytest.warns(UserWarning, match="drafting has not paid"):

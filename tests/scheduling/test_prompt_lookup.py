@@ -19,7 +19,7 @@ from hf_dspark.decoding.drafter import Drafter
 from hf_dspark.sampling.drafts import DraftTrees
 from hf_dspark.scheduling import prompt_lookup
 from hf_dspark.scheduling.costs import Load
-from hf_dspark.scheduling.learning import LEAST_LOOKUP, Experience, LearnedCosts
+from hf_dspark.scheduling.learning import LEAST_PAID, Experience, LearnedCosts
 from hf_dspark.scheduling.prompt_lookup import USUAL, MatchAcceptance, NgramMatcher
 from hf_dspark.scheduling.rounds import RoundOutcome
 from hf_dspark.scheduling.tree_plans import SiblingAcceptance
@@ -85,7 +85,7 @@ def test_rounds_that_do_not_draft_look_up_and_keep_calls_from_plain_decoding():
     assert experience.skipped.rests()
     for _ in range(40):
         observed(policy, load, 8, 6)
-    assert experience.skipped.gain > LEAST_LOOKUP and not any(experience.skipped.rests() for _ in range(16))
+    assert experience.skipped.gain > LEAST_PAID and not any(experience.skipped.rests() for _ in range(16))
     for _ in range(200):
         observed(policy, load, 8, 0)
     assert experience.skipped.gain < 1.0 and sum(experience.skipped.rests() for _ in range(16)) == 14

@@ -30,8 +30,7 @@ SAME_CONTEXT = 512  # cached tokens: rounds whose contexts differ by less say li
 REQUESTS = (1, 2, 4, 8, 16, 32, 64, 128)
 FIRST_PLAIN, RARELY = 4, 256  # rounds until the first one without drafts, and between later ones at most
 REPROBE_AFTER, LONGEST_WAIT = 16, 64  # rounds that taught nothing
-# Gains over plain steps of our loop, which plain decoding is ahead of: by prompt lookup, and of all rounds.
-LEAST_LOOKUP, LEAST_PAID = 1.1, 1.06
+LEAST_PAID = 1.1  # over plain steps of our loop: plain decoding is ahead of these, and reads prompts once
 SOME_CALLS, RARE_CALLS = 4, 8  # of which one drafts where it does not pay
 KEPT_AFTER = 64  # rounds; again when there are twice as many
 FORGETTING = 0.995  # of what confidences said, with each round
@@ -127,7 +126,7 @@ class ReprobeCounter:
         seven of eight if looking again was in vain, too. None does while prompt lookup pays."""
         self._calls += 1
         every = RARE_CALLS if self._wait == self.most else SOME_CALLS
-        return max(self.paid / LEAST_PAID, self.gain / LEAST_LOOKUP) < 1.0 and self._calls % every > 0
+        return max(self.paid, self.gain) < LEAST_PAID and self._calls % every > 0
 
 
 class LearnedCosts:
