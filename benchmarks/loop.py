@@ -3,6 +3,7 @@
 python benchmarks/loop.py replay --geometry qwen3-0.6b --output benchmarks/results/loop_0.6b.json
 python benchmarks/loop.py replay --device cuda --geometry qwen3-0.6b qwen3-4b qwen3-8b --rows 1 8 32
 python benchmarks/loop.py batch --output benchmarks/results/loop_batch.json
+python benchmarks/loop.py batch --rows 1 8 --assistant out/assistant --output benchmarks/results/assistants.json
 python benchmarks/loop.py memory --output benchmarks/results/memory.json
 python benchmarks/loop.py operations --output benchmarks/results/operations.json
 python benchmarks/loop.py operations --pair out/smollm2 --output benchmarks/results/operations_smollm2.json
@@ -27,7 +28,7 @@ import bench
 import torch
 from tqdm import tqdm
 
-from hf_dspark import FullBlock, Policy, Scheduler
+from hf_dspark import AssistantDraft, FullBlock, Policy, Scheduler
 from hf_dspark.decoding import loop as decoding_loop
 from hf_dspark.decoding.drafter import Drafter
 from hf_dspark.targets.slot_attention import PackedTarget
@@ -102,9 +103,14 @@ def replayed_cell(
     return cell_of(runs)
 
 
-def batch(rows: tuple[int, ...] = (8, 32, 64), repetitions: int = 5, compiled: bool = False) -> Iterator[Cell]:
-    """The shipped pair on batches of held-out prompts: tokens per second of whole calls. `compiled` as in `replay`."""
+def batch(
+    rows: tuple[int, ...] = (8, 32, 64), repetitions: int = 5, compiled: bool = False, assistant: str | None = None
+) -> Iterator[Cell]:
+    """The shipped pair on batches of held-out prompts: tokens per second of whole calls. `compiled` as in `replay`.
+    `assistant` is the folder of an ordinary model that drafts instead."""
     target, draft, tokenizer = bench.load_pair()
+    if assistant is not None:
+        draft = AssistantDraft(bench.load_target(Path(assistant))[0])
     ids, cells, policies = bench.held_out_ids(tokenizer), [], {"full block": FullBlock(), "scheduled": None}
     if compiled:  # a longer prompt than before makes transformers compile again
         ids.sort(key=len, reverse=True)

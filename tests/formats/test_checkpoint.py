@@ -12,7 +12,7 @@ import torch
 from huggingface_hub import constants
 from safetensors.torch import load_file, save_file
 
-from hf_dspark import inspect_draft
+from hf_dspark import convert_checkpoint, inspect_draft
 from hf_dspark.formats.checkpoint import MAX_CONFIG_BYTES, Checkpoint, TensorInfo, read_json
 from hf_dspark.models.auto import load_draft
 
@@ -230,6 +230,13 @@ def test_a_file_of_a_checkpoint_is_not_taken_for_its_folder(folder, file):
             read(folder / file)
 
 
+@pytest.mark.parametrize("read", [load_draft, inspect_draft, convert_checkpoint])
+def test_a_loaded_model_is_not_taken_for_its_folder(read):
+    arguments = ("somewhere",) if read is convert_checkpoint else ()
+    with pytest.raises(TypeError, match="got Linear: save_pretrained"):
+        read(torch.nn.Linear(2, 2), *arguments)
+
+
 def test_file_that_may_not_be_read_is_named(folder, monkeypatch):
     monkeypatch.setattr(Path, "read_text", Mock(side_effect=PermissionError(13, "Permission denied")))  # root may
     with pytest.raises(ValueError, match="config.json cannot be used.*Permission denied"):
@@ -239,7 +246,7 @@ def test_file_that_may_not_be_read_is_named(folder, monkeypatch):
 def test_arguments_that_choose_other_files_are_refused(folder):
     with pytest.raises(TypeError, match="variant.*known are cache_dir"):
         Checkpoint(folder, variant="fp16")
-    with pytest.raises(TypeError, match="not int"):
+    with pytest.raises(TypeError, match="got int"):
         Checkpoint(7)
 
 

@@ -83,6 +83,9 @@ class Checkpoint(os.PathLike):
     def __init__(self, name_or_path: str | os.PathLike, **hub_kwargs: Any) -> None:
         if unknown := sorted(hub_kwargs.keys() - set(HUB_ARGUMENTS)):
             raise TypeError(f"got the arguments {unknown}, known are {', '.join(HUB_ARGUMENTS)}")
+        if not isinstance(name_or_path, str | os.PathLike):
+            kind = type(name_or_path).__name__
+            raise TypeError(f"a draft's folder or repository is needed, got {kind}: save_pretrained() a loaded one")
         self.name, self._hub = os.fspath(name_or_path), hub_kwargs
         is_local = os.path.exists(self.name)
         if os.path.isfile(self.name):
