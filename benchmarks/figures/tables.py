@@ -169,14 +169,16 @@ def long_prompts() -> Rows:
             yield cell["context"], cell["batch_size"], regime(cell["temperature"]), machine(result), *speedups
 
 
-@table("loop_batch")
+@table("loop_batch", "assistants")
 def batches() -> Rows:
-    cells = {(cell["rows"], cell["regime"]): cell for cell in load("loop_batch")["cells"]}
-    yield "rows", "greedy", "truncated", "whole blocks: greedy", "truncated", "identical rows"
-    for size in dict.fromkeys(size for size, _ in cells):
-        pair = [cells[size, name] for name in ("greedy", "truncated")]
-        speedups = [cell["speedup"][policy] for policy in ("scheduled", "full block") for cell in pair]
-        yield size, *map(number, speedups), f"{pair[0]['identical_rows']['scheduled']} of {size}"
+    """Batches with the shipped draft, and with an ordinary model that drafts for the same target."""
+    yield "who drafts", "rows", "greedy", "truncated", "whole blocks: greedy", "truncated", "identical rows"
+    for drafter, result in zip(("the draft", "an assistant"), map(load, TABLES["batches"].files), strict=True):
+        cells = {(cell["rows"], cell["regime"]): cell for cell in result["cells"]}
+        for size in dict.fromkeys(size for size, _ in cells):
+            pair = [cells[size, name] for name in ("greedy", "truncated")]
+            speedups = [cell["speedup"][policy] for policy in ("scheduled", "full block") for cell in pair]
+            yield drafter, size, *map(number, speedups), f"{pair[0]['identical_rows']['scheduled']} of {size}"
 
 
 @table("loop_0.6b", "loop_0.6b_amx", "loop_1.7b", "loop_1.7b_amx", "loop_4b_amx")
