@@ -166,7 +166,8 @@ def test_impossible_lengths_of_a_policy_are_refused(target, draft, prompt_ids, l
         target.generate(prompt_ids[0], assistant_model=draft, **GREEDY)
 
 
-def test_the_draft_reads_on_while_nothing_is_drafted(target, draft, prompts, monkeypatch):
+@pytest.mark.parametrize("parts", [1, 16])
+def test_the_draft_reads_on_while_nothing_is_drafted(target, draft, prompts, monkeypatch, parts):
     class Never(Policy):
         def plan_draft(self, load):
             return load.context_tokens > 40
@@ -175,6 +176,7 @@ def test_the_draft_reads_on_while_nothing_is_drafted(target, draft, prompts, mon
             return max_lengths.clone()
 
     monkeypatch.setattr("hf_dspark.decoding.drafter.WAITING_AT_MOST", 8)
+    monkeypatch.setattr("hf_dspark.decoding.drafter.PARTS_AT_MOST", parts)
     waiting, drafted = [], []
     honest = draft.read_block
 

@@ -30,6 +30,7 @@ from .tails import LastBlocks
 from .tree_drafting import BestTrees, Chains, DrawnTrees
 
 WAITING_AT_MOST = 128
+PARTS_AT_MOST = 16  # of features that wait: each round counts them
 USUAL_WINDOW = 4096  # far beyond the texts that drafts are trained on
 
 
@@ -237,6 +238,8 @@ class Drafter:
         """Keep features of committed tokens, `[n, m*d]`, which end right before a position, until the draft reads
         them, if it will see them: the context in its row of the cache always ends where they begin."""
         request.features.append(features)
+        if len(request.features) > PARTS_AT_MOST:
+            request.features[:] = [joined(request.features)]
         if self.window is not None and _num_features([request])[0] > self.window:
             request.features[:] = [joined(request.features)[-self.window :].clone()]
             self.make_room(row, request, end)
