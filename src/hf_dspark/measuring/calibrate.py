@@ -112,8 +112,8 @@ def calibrate(
     config.sts_temperatures = _with_domain(config.sts_temperatures, domain, temperatures)
     config.confidence_fits = _with_domain(config.confidence_fits, domain, [list(pair) for pair in fits])
     sides = calibration.measure_calibration(rounds), calibration.measure_calibration(rounds, fits)
-    sides += (calibration.conditional_auc(rounds),)
-    return CalibrationReport(domain, len(rounds.logits), temperatures, fits, *sides)
+    auc = calibration.conditional_auc(rounds)
+    return CalibrationReport(domain, len(rounds.logits), temperatures, fits, *sides, auc)
 
 
 def _with_domain(known: Mapping[str, list] | None, domain: str, found: list) -> dict[str, list]:

@@ -26,7 +26,7 @@ from .tree_plans import LEAST_PROBABILITY, SiblingAcceptance
 RECENT = 15  # rounds whose median says how fast the machine is
 LARGEST_STEP = 0.5  # of the logarithm of a time, whatever a single round took
 LEAST_WEIGHT = 0.05  # of one more round
-SAME_CONTEXT = 512  # cached tokens: rounds whose contexts differ by less say little of what each token costs
+USUAL_SPREAD = 512  # cached tokens: rounds whose contexts differ by less say little of what each token costs
 REQUESTS = (1, 2, 4, 8, 16, 32, 64, 128)
 FIRST_PLAIN, RARELY = 4, 256  # rounds until the first one without drafts, and between later ones at most
 REPROBE_AFTER, LONGEST_WAIT = 16, 64  # rounds that taught nothing
@@ -93,7 +93,7 @@ class LearnedCurve:
         away = contexts[middle] - self._context
         self._context += away * (LEAST_WEIGHT if self._spread else 1.0)
         self._spread += LEAST_WEIGHT * (away**2 - self._spread)
-        slope = LEAST_WEIGHT * step * bases[middle] * away / (self._spread + away**2 + SAME_CONTEXT**2)
+        slope = LEAST_WEIGHT * step * bases[middle] * away / (self._spread + away**2 + USUAL_SPREAD**2)
         self._context_seconds = max(0.0, self._context_seconds + slope)
 
 

@@ -120,8 +120,13 @@ class TargetSupport:
         kinds = tuple(getattr(text, "layer_types", None) or ())
         with _reading:
             known = _known.get(target)
-            told = None if known is None else (known.text, *known.modules, None, *known.configs)
-            if told is None or known.kinds != kinds or not _are_same(told, (text, *modules[1:], None, *configs)):
+            if (
+                known is None
+                or known.text is not text
+                or known.kinds != kinds
+                or not _are_same(known.modules, modules[1:])
+                or not _are_same(known.configs, configs)
+            ):
                 switch = Switch() if known is None else known.switch
                 known = _known[target] = cls(text, kinds, modules[1:], configs, switch, weakref.ref(target))
         return known
