@@ -1,4 +1,5 @@
-"""Route the linear layers of models to the fastest small-batch GEMM of this CPU, behind one context manager."""
+"""Route the linear layers of models to the fastest small-batch GEMM of this CPU, and their RMS norms to one operator,
+behind one context manager."""
 
 import copy
 import types
@@ -8,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from .fused_norms import fused_forward
 from .small_batch_gemm import MAX_ROWS, WAYS, PackedWeight, may_gain, small_batch_linear
 
 Route = tuple[dict[str, Any], types.MethodType]  # a layer's attributes, and the forward that replaces its own
@@ -17,8 +19,10 @@ class fast_linears:
     """While entered, linear layers use the fastest small-batch GEMM that was measured on this kind of CPU.
 
     Decoding reads all weights for a few tokens at a time, and PyTorch's CPU products are made for many. Products of
-    plain `nn.Linear` layers go to oneDNN instead, or swap their operands; results are equal but for rounding. Drafted
-    calls enter it by themselves. Enter it to give the same kernels to plain `generate()`, or to prepack the weights:
+    plain `nn.Linear` layers go to oneDNN instead, or swap their operands; results are equal but for rounding. RMS
+    norms that models spell out run as one operator where that gives the same bits, on every device: what they cost is
+    the calls. Drafted calls enter it by themselves. Enter it to give the same kernels to plain `generate()`, or to
+    prepack the weights:
 
     ```python
     with fast_linears(target, draft, packed=True):
@@ -26,8 +30,8 @@ class fast_linears:
         target.generate(**inputs, assistant_model=draft, max_new_tokens=64)
     ```
 
-    Nothing changes on kinds of CPU that were not measured (`hf_dspark/cpu/small_batch_gemm.py` lists them). Left alone
-    are layers on other devices, quantised layers, other subclasses of `nn.Linear`, layers whose `forward` was
+    No product changes on kinds of CPU that were not measured (`hf_dspark/cpu/small_batch_gemm.py` lists them). Left
+    alone are layers on other devices, quantised layers, other subclasses of `nn.Linear`, layers whose `forward` was
     replaced, and all that computes gradients or is compiled. A nested entry leaves the layers of the outer one.
 
     Packed weights are the weights as they were on entry. A packed weight is not used when PyTorch knows that the
@@ -51,6 +55,10 @@ class fast_linears:
             (vars(module), types.MethodType(_forward, module))
             for module in modules
             if type(module) is nn.Linear and any(may_gain(way, getattr(module, "weight", None)) for way in ways)
+        ]
+        forwards = ((module, fused_forward(module)) for module in modules)
+        self._norms: list[Route] = [
+            (vars(module), types.MethodType(forward, module)) for module, forward in forwards if forward is not None
         ]
         self._packed = packed
         self._entries: list[list[Route]] = []
@@ -79,7 +87,7 @@ class fast_linears:
                 (vars(layer), types.MethodType(partial(_forward, packed=packed.get(layer.weight)), layer))
                 for layer in layers
             ]
-        self._entries.append(routes)
+        self._entries.append(routes + [route for route in self._norms if "forward" not in route[0]])
         fast_linears._num_packing += self._packed
         try:
             for attributes, forward in self._entries[-1]:

@@ -22,11 +22,9 @@ Attending = KeyRanges | CachedPass  # who sees what: in training, in a cached pa
 V4_KINDS = ("DeepseekV4Experts", "DeepseekV4HyperConnection", "DeepseekV4HyperHead", "DeepseekV4TopKRouter")
 
 
-class DSparkRMSNorm(nn.Module):
+class DSparkRMSNorm(nn.RMSNorm):
     def __init__(self, size: int, eps: float, with_scale: bool = True) -> None:
-        super().__init__()
-        self.eps = eps
-        self.weight = nn.Parameter(torch.ones(size)) if with_scale else None
+        super().__init__(size, eps, elementwise_affine=with_scale)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         # One kernel on an accelerator, in float32 inside; under autocast the weight is of another type.

@@ -189,8 +189,9 @@ class TargetSupport:
         return len(set(getattr(self.target, "hf_device_map", {}).values())) > 1
 
     @functools.cached_property
-    def linears(self) -> tuple[nn.Linear, ...]:
-        return tuple(module for module in self.modules if isinstance(module, nn.Linear))
+    def small_parts(self) -> tuple[nn.Module, ...]:
+        """The modules without parts, such as linear layers and norms."""
+        return tuple(module for module in self.modules if not module._modules)
 
     @functools.cached_property
     def attention_configs(self) -> tuple[PreTrainedConfig, ...]:
