@@ -304,16 +304,19 @@ class Scheduler(Policy):
         chains, trees, alone = self._kinds_of_round(siblings, load)
         if grows:
             self._gain = max(1.0, trees.rate / chains.rate)
-        if any(map(len, matches)):
+        if self._drafts and any(map(len, matches)):
             chains, trees, alone = self._kinds_of_round(siblings, load, self._ease(siblings, load))
         best, other = trees if grows else alone, chains if self._drafts else alone
         if any(map(len, matches)):
-            # The draft may propose the same: a match that is not better than the last place brings nothing, and none
-            # makes the trees that are usual worse.
-            better = [chances if len(chances) and chances[0] > best.last else () for chances in matches]
-            ways = [best, replace(best, matches=better), replace(alone, matches=matches)]
-            tries_draft = self._drafts and self._skipped.is_looking
-            best = max(ways[: 3 - tries_draft], key=lambda forecast: forecast.rate)
+            ways = [best]
+            if grows:
+                # The draft may propose the same: a match that is not better than the last place brings nothing, and
+                # none makes the trees that are usual worse.
+                better = [chances if len(chances) and chances[0] > best.last else () for chances in matches]
+                ways.append(replace(best, matches=better))
+            if not (self._drafts and self._skipped.is_looking):  # which tries the draft
+                ways.append(replace(alone, matches=matches))
+            best = max(ways, key=lambda forecast: forecast.rate)
         gain = best.rate / other.rate
         if gain <= LEAST_GAIN:
             return None
