@@ -243,6 +243,39 @@ def test_writers_do_not_meet_and_a_read_only_place_is_no_fault(target, draft, on
     taught(target, draft, 64)
 
 
+@pytest.mark.parametrize(("table", "tries"), [("estimate", 9), ("measured", 1)])
+def test_a_guess_that_drafts_cost_too_much_is_put_to_the_test_for_each_size_of_batch(table, tries):
+    """By rounds in turns with rounds without drafts. Of the first round for new requests nothing is learnt."""
+    guess = ThroughputTable((1, 8, 64), (1.0, 0.9, 0.8), drafting=0.9, provenance={"table": table})
+    costs = LearnedCosts(guess, 4)
+    for requests in (1, 8):
+        policy, answers = Scheduler(Experience(costs), trees=False), []
+        load, nothing = Load(tuple(range(requests))), torch.zeros(requests, dtype=torch.long)
+        for _ in range(20):
+            answers.append(policy.plan_draft(load))
+            facts = load.request_ids, torch.full((requests, 4), 0.1), nothing, nothing
+            drafting = 0.9 * answers[-1]
+            policy.observe(RoundOutcome(*facts, 0.1 + drafting, drafted=answers[-1], draft_seconds=drafting))
+        assert sum(answers) in (tries, tries + 1) and (tries == 1 or answers[2:14].count(False) == 6)
+
+
+def test_a_round_that_reads_what_came_while_the_draft_rested_does_not_tell_what_drafting_costs():
+    costs, nothing = LearnedCosts(ThroughputTable((1, 8), (1.0, 0.9), drafting=0.3), 4), torch.tensor([0])
+
+    def observe(draft_seconds, drafted=True):
+        costs.observe(
+            Load(),
+            RoundOutcome((0,), None, nothing, nothing, 0.7 + draft_seconds, drafted, draft_seconds=draft_seconds),
+        )
+
+    for _ in range(60):
+        for _ in range(5):
+            observe(0.0, drafted=False)
+        observe(3.0)
+        observe(0.3)
+    assert costs.at(Load()).drafting == pytest.approx(0.3, rel=0.1)
+
+
 # ---- tails
 
 SLOW_DRAFT = ThroughputTable((1, 4, 8), (1.0, 0.9, 0.8), drafting=0.8)

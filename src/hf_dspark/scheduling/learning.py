@@ -7,7 +7,7 @@ import contextlib
 import itertools
 import math
 import statistics
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -28,6 +28,7 @@ LARGEST_STEP = 0.5  # of the logarithm of a time, whatever a single round took
 LEAST_WEIGHT = 0.05  # of one more round
 USUAL_SPREAD = 512  # cached tokens: rounds whose contexts differ by less say little of what each token costs
 REQUESTS = (1, 2, 4, 8, 16, 32, 64, 128)
+FIRST_DRAFTED = 8  # rounds with drafts for about so many requests, before an estimate of their costs is relied on
 FIRST_PLAIN, RARELY = 4, 256  # rounds until the first one without drafts, and between later ones at most
 REPROBE_AFTER, LONGEST_WAIT = 16, 64  # rounds that taught nothing
 LEAST_PAID = 1.1  # over plain steps of our loop: plain decoding is ahead of these, and reads prompts once
@@ -141,6 +142,8 @@ class LearnedCosts:
         self._drafting = LearnedCurve(REQUESTS, [max(known.drafting, 1e-3 * passes[0])] * len(REQUESTS))
         self._growth = [LearnedCurve((1,), (growth,)) for growth in known.growth]
         self.rounds, self.plain = 0, ReprobeCounter(FIRST_PLAIN, RARELY)
+        self._rested = 1  # rounds in a row that did not draft
+        self._is_estimate, self._drafted = known.is_estimate, Counter()  # rounds by the logarithm of their requests
         self._chains_scale, self._trees_in_a_row = 1.0, 0  # when chains were drafted last, and rounds with trees since
         self._tables: dict[int, tuple[int, ThroughputTable]] = {}  # by the number of requests, and when it was made
         self.new_key = CallKeys(ODD)  # of sampled calls of any domain, as they share the costs: see `Policy.new_key`
@@ -153,6 +156,13 @@ class LearnedCosts:
             table = self._table(requests)
             self._tables[requests] = self.rounds, table
         return table
+
+    def first_answer(self, load: Load) -> bool | None:
+        """Tell whether to draft while too few rounds of about so many requests have shown what they cost: every other
+        one, as rounds of one kind in a row would show how fast the machine is, and not which kind takes longer."""
+        if not self._is_estimate or self._drafted[load.num_requests.bit_length()] >= FIRST_DRAFTED:
+            return None
+        return self._rested > 0
 
     def table(self) -> ThroughputTable:
         """Return the costs of one request up to γ+1 tokens, and of full blocks of several beyond."""
@@ -174,15 +184,17 @@ class LearnedCosts:
         self.rounds += 1
         tokens, drafting = load.base_tokens + int(outcome.lengths.sum()), outcome.draft_seconds
         slowness = self._passes.add(tokens, outcome.seconds - drafting, load.context_tokens)
+        self._drafted[load.num_requests.bit_length()] += outcome.drafted
         if not outcome.drafted:
             self.plain.rounds = 0
-        elif outcome.is_tail:
-            pass  # its heads alone ran
+        elif outcome.is_tail or self._rested > 1:
+            pass  # its heads alone ran, or it has read all that came while it rested
         elif isinstance(outcome.drafts, DraftTrees):
             self._observe_trees(load, outcome, slowness)
         else:
             self._chains_scale, self._trees_in_a_row = self._passes.scale, 0
             self._drafting.add(load.num_requests, drafting / slowness)
+        self._rested = 0 if outcome.drafted and not outcome.is_tail else self._rested + 1
         if self._keep is not None and self.rounds >= KEPT_AFTER and self.rounds & (self.rounds - 1) == 0:
             with contextlib.suppress(OSError):  # a read-only place: the next process learns again
                 self._keep(self.table(), learned_rounds=self.rounds)

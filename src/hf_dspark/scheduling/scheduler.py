@@ -160,8 +160,11 @@ class Scheduler(Policy):
             return "tail"
         if not self.skip:
             return True
-        if self._experience is not None and self._experience.costs.plain.look_again():
-            return False
+        if self._experience is not None:
+            if (answer := self._experience.costs.first_answer(load)) is not None:
+                return answer
+            if self._experience.costs.plain.look_again():
+                return False
         expected, plain = self._expected(load), load.base_tokens / self._cost_of(load).plain_seconds(load)
         if not expected or any(self._rate(load, known) > plain for known in (expected, self._latest)):
             self._skipped.reset()
