@@ -117,6 +117,7 @@ class Scheduler(Policy):
         self._tails = LearnedAcceptance() if known is None else known.tails
         self.matches = Policy.matches if known is None else known.matches
         self._drafts = True  # the last answer of `plan_draft`
+        self._shows_costs = False  # whether this round drafts and verifies whole blocks to show what they cost
         self._is_tail, self._untried = False, ReprobeCounter(most=LONGEST_WAIT)  # rounds that could have been tails
         self._cut, self._load = ReprobeCounter(), Load(())  # the load of the latest round
         self._served: Sequence[int] = ()  # by the round before
@@ -147,7 +148,7 @@ class Scheduler(Policy):
         return self._drafts
 
     def _plan_draft(self, load: Load) -> bool | Literal["tail"]:
-        self._load, self._is_tail = load, False
+        self._load, self._is_tail, self._shows_costs = load, False, False
         for memory in (self._forecasts, self._latest):
             for request in memory.keys() - set(load.request_ids):
                 del memory[request]
@@ -162,6 +163,7 @@ class Scheduler(Policy):
             return True
         if self._experience is not None:
             if (answer := self._experience.costs.first_answer(load)) is not None:
+                self._shows_costs = answer
                 return answer
             if self._experience.costs.plain.look_again():
                 return False
@@ -260,6 +262,8 @@ class Scheduler(Policy):
 
     def _num_admitted(self, ranking: Ranking, all_tokens: int, load: Load) -> int:
         """Return how many of the ranked tokens are worth verifying, of so many that could be sent."""
+        if self._shows_costs:
+            return len(ranking.survivals)
         cost = self._cost_of(load)
         if self.lag and len(self._rankings) == self.lag:
             old = self._rankings[0]
@@ -284,7 +288,7 @@ class Scheduler(Policy):
     def plan_tree(
         self, siblings: SiblingAcceptance, load: Load, matches: Sequence[Sequence[float]] = ()
     ) -> TreePlan | None:
-        if self.most_nodes == 0 or self._is_tail:
+        if self.most_nodes == 0 or self._is_tail or (self._shows_costs and not self.trees):
             return None
         if self.cost is None:
             return BudgetPlan(self.num_nodes, siblings)
