@@ -44,6 +44,7 @@ def test_the_fine_tuning_notebook_runs(in_examples, tmp_path, capsys):
     assert (tmp_path / "model.safetensors").exists()
 
 
+@pytest.mark.slow
 def test_the_quickstart_notebook_gives_the_same_tokens(in_examples, capsys):
     left = run_notebook("quickstart.ipynb", SMALL["quickstart.ipynb"])
     assert left["assisted"] == left["plain"] and len(left["plain"]) == 24

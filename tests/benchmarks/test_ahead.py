@@ -53,6 +53,7 @@ def test_a_call_goes_on_without_the_thread_and_warns_once(pair, ahead, monkeypat
     ]
 
 
+@pytest.mark.slow
 def test_a_sampled_hit_is_drawn_by_the_noise_of_its_own_round(pair, ahead, monkeypatch):
     def sampled(seed):
         torch.manual_seed(seed)

@@ -63,6 +63,7 @@ def cells(random_models):
     return json.loads(json.dumps(result))["cells"]
 
 
+@pytest.mark.slow
 def test_comparison_has_every_method_in_every_cell_and_greedy_tokens_are_those_of_plain_decoding(cells):
     for cell in cells:
         assert list(cell["methods"]) == ["plain", *NATIVE, *OURS]

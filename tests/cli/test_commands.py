@@ -87,6 +87,7 @@ def test_generate_answers_prompts_and_says_how(answer):
     assert answer(words)["policy"]["threshold"] == 0.5
 
 
+@pytest.mark.slow
 def test_a_race_compares_all_ways_on_the_same_prompts(answer, capsys):
     raced = f"race {PAIR.removeprefix('--target ')} --max_new_tokens"
     found = answer(f"{raced} 12 --temperature 0 'what is up' 'much'")
@@ -331,6 +332,7 @@ def test_a_calibration_whose_config_cannot_be_written_leaves_no_result(refusal, 
     assert "draft cannot be written (draft is read-only, or no folder): name another place" in refusal(words)
 
 
+@pytest.mark.slow
 def test_calibrate_changes_the_config_alone_or_fills_another_folder(answer, refusal):
     Path("talk.jsonl").write_text('{"turns": ["what is", "not much"]}\n"up"\n')
     words = f"calibrate {PAIR} --prompts_file talk.jsonl --max_new_tokens 12 --domain math/greedy --temperature 0"

@@ -87,6 +87,7 @@ def test_requests_that_begin_alike_read_their_beginning_once(served):
     assert served.prefixes.num_reused >= before + 2 * 59
 
 
+@pytest.mark.slow
 @needs_server
 def test_of_two_hundred_requests_none_is_lost_beside_a_reader_that_takes_its_time(served):
     slow = HTTPConnection(LOOPBACK, served.port, timeout=120)

@@ -218,6 +218,7 @@ def test_drafted_generation_is_routed_unasked_and_writes_what_plain_decoding_wri
     assert len(products) == 3 * (3 * 3 + 1)  # three packed passes; single rows are multiplied as by plain decoding
 
 
+@pytest.mark.slow
 def test_sampling_stays_the_same_with_either_product(wide_pair, gains):
     """The accept_uniforms are the same, and the distributions but for rounding: so are the tokens, round for round."""
     target, draft = wide_pair

@@ -220,6 +220,7 @@ def test_a_seed_that_returns_does_not_bring_its_noise_back(make_target, monkeypa
     assert p_value > 1e-3 if is_honest else p_value < 1e-6
 
 
+@pytest.mark.slow
 def test_samples_that_know_those_of_their_neighbours_have_the_targets_distribution(make_target):
     """Rows of a queue find what ended before them in the same call."""
     target, _ = make_pair(make_target, seed=3)

@@ -222,6 +222,7 @@ def test_a_window_is_the_same_in_graphs(rows, policy, uncompiled, pair):
     assert torch.equal(found, expected) and pair[1].last_stats.accepted == accepted
 
 
+@pytest.mark.slow
 def test_a_cache_gets_the_memory_of_one_that_is_gone(uncompiled, pair):
     """CUDA graphs are recorded for addresses."""
     target, draft = pair
@@ -304,7 +305,8 @@ OBSTACLES = {
 
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize(
-    "name", [pytest.param(each, marks=[pytest.mark.slow] * ("compile" in each)) for each in OBSTACLES]
+    "name",
+    [pytest.param(each, marks=[pytest.mark.slow] * (each == "memory" or "compile" in each)) for each in OBSTACLES],
 )
 def test_what_cannot_be_compiled_is_decoded_without_and_named_once(name, graphs, pair, monkeypatch):
     pair, (prepare, reason) = (copy.deepcopy(pair[0]), pair[1]), OBSTACLES[name]

@@ -121,6 +121,7 @@ def test_a_window_larger_than_the_context_changes_nothing(target, either, long_p
     assert len(found[0]) == len(found[1]) and all(map(torch.equal, *found))
 
 
+@pytest.mark.slow
 def test_a_queue_and_transformers_loop_see_the_last_tokens_alone(target, draft, long_prompts, hidden):
     options = GREEDY | {"eos_token_id": None, "max_new_tokens": 30}
     queue = long_prompts * 2

@@ -112,6 +112,7 @@ def test_two_rounds_of_a_tree_have_the_targets_distribution(make_target, monkeyp
     assert enumerate_rounds(monkeypatch, *pair, Scheduler(num_nodes=3), **facts)[0] < 5e-6
 
 
+@pytest.mark.slow
 def test_a_round_of_two_trees_has_the_joint_distribution(make_target, monkeypatch):
     found, counts = enumerate_rounds(monkeypatch, *make_pair(make_target), Scheduler(num_nodes=2))
     assert found < 5e-6 and max(map(sum, counts)) > 1

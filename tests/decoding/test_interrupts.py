@@ -170,7 +170,7 @@ def interrupt_at_random(way, target, draft, count):
     assert way() == expected
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.slow
 def test_interrupts_at_random_moments_leave_nothing_switched(way, target, draft):
     interrupt_at_random(way, target, draft, int(os.environ.get("HF_DSPARK_INTERRUPTS", "40")))
 

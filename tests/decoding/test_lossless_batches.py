@@ -145,6 +145,7 @@ def test_a_round_has_the_joint_distribution_when_the_draft_overflows_after_some_
     assert distance < 5e-6 and any(2 in pair for pair in lengths) and any(1 in pair for pair in lengths)
 
 
+@pytest.mark.slow
 def test_that_enumeration_catches_a_scheduler_that_looks_ahead(monkeypatch, make_target):
     distances = []
     for scheduler in (GlobalScheduler(STEP, accept_bias=True), EliminationScheduler(STEP, accept_bias=True)):

@@ -373,6 +373,7 @@ def test_without_progress_no_bar_is_made_whose_lock_an_interrupt_could_leave_hel
         generate_many(*pair, [[1], [2]], progress=True, **options)
 
 
+@pytest.mark.slow
 def test_a_processor_that_finds_out_the_prompts_length_has_one_for_each_prompt(many, assert_alone, prompts):
     class Finds(LogitsProcessor):
         length = None

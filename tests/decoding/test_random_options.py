@@ -148,7 +148,7 @@ DRAWN: dict[str, st.SearchStrategy] = {
 @pytest.mark.filterwarnings(
     "ignore:Unfeasible length", "ignore:Passing .* with .inputs_embeds.", "error:the draft .* NaN"
 )
-@pytest.mark.parametrize("number", [25, pytest.param(100, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("number", [12, pytest.param(100, marks=pytest.mark.slow)])
 def test_any_options_give_the_tokens_of_plain_decoding(pairs, number):
     own = os.environ.get("HF_DSPARK_EXAMPLES")
     options = {"max_examples": int(own or number), "derandomize": own is None}

@@ -110,6 +110,7 @@ def test_threads_that_draft_for_one_target_wait_for_each_other(any_target, share
         assert all(torch.equal(answer, plain) for answer in answers), answers
 
 
+@pytest.mark.slow
 def test_threads_may_use_transformers_loop_at_once(target):
     plain, drafts = target.generate(IDS, **GREEDY), [draft_of(target, by_transformers=True) for _ in range(2)]
     for answers in answers_of(target, [*drafts, None]):

@@ -71,6 +71,7 @@ def test_rounds_that_draw_tails_have_the_targets_distribution(monkeypatch, make_
     assert enumerate_rounds(monkeypatch, target, draft, policy, processors, **facts)[0] < 5e-6 and drawn
 
 
+@pytest.mark.slow
 def test_enumeration_catches_tokens_of_the_old_block(monkeypatch, make_target):
     """Without a Markov head a slot's distribution is the same in both rounds, and so are tokens of the same noise."""
     off = {"markov_rank": 0, "confidence_head_with_markov": False}

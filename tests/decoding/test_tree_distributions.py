@@ -166,6 +166,7 @@ def test_samples_of_calls_with_trees_have_the_targets_distribution(make_target, 
     assert p_value(*make_pair(make_target, gamma=3, seed=5), Scheduler(num_nodes=7), prompt_lookup) > 1e-3
 
 
+@pytest.mark.slow
 def test_samples_catch_siblings_drawn_with_replacement(make_target, monkeypatch):
     honest = SiblingDistribution.draw
 

@@ -203,6 +203,7 @@ def test_a_calibration_that_is_repeated_replaces_the_default_that_came_from_it(t
     assert draft.config.confidence_fits["default"] != first
 
 
+@pytest.mark.slow
 def test_regimes_and_domains_are_kept_apart(target, draft):
     calibrate(target, draft, PROMPTS, max_new_tokens=24)
     only = draft.config.confidence_fits["default"]

@@ -14,7 +14,7 @@ def pair(request):
     return (target := build(request.param)), make_own_draft(target)
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:a calibration on")
 def test_a_draft_is_calibrated_and_evaluated(pair):
     target, draft = pair

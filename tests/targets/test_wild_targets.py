@@ -77,6 +77,7 @@ def test_quantised_target_decodes_every_row_as_if_alone(make_quantised, options)
         assert value.dtype == torch.bfloat16 and torch.equal(value, before[name])
 
 
+@pytest.mark.slow
 def test_eight_bit_target_gives_the_same_tokens_in_transformers_loop(make_quantised, monkeypatch):
     target = make_quantised(bits=8, llm_int8_threshold=2.0)
     draft = make_own_draft(target)

@@ -126,6 +126,7 @@ def test_checkpoint_with_a_damaged_file_is_passed_over_and_named(saved, tmp_path
         assert last_checkpoint(tmp_path) == str(tmp_path / "checkpoint-1")
 
 
+@pytest.mark.slow
 def test_resuming_from_a_damaged_checkpoint_is_refused_or_goes_on_from_the_last_whole_one(make_trainer, tmp_path):
     folder = tmp_path / "run"
     with pytest.raises(ValueError, match="there is no whole checkpoint to resume from"):
