@@ -221,6 +221,7 @@ def test_what_was_learnt_is_where_the_next_process_begins(target, draft, only_ca
     step_costs._experiences.clear()
     again = experience_of(target, draft).costs
     assert again is not costs and again.at(Load()).plain_seconds(Load()) == pytest.approx(0.25)
+    assert again.first_answer(Load()) is True  # as no round of those has drafted
     kept.write_text(kept.read_text()[:40])  # a disk that was full
     known_profiles.cache_clear()
     step_costs._experiences.clear()
@@ -243,11 +244,10 @@ def test_writers_do_not_meet_and_a_read_only_place_is_no_fault(target, draft, on
     taught(target, draft, 64)
 
 
-@pytest.mark.parametrize(("table", "tries"), [("estimate", 9), ("measured", 1)])
-def test_a_guess_that_drafts_cost_too_much_is_put_to_the_test_for_each_size_of_batch(table, tries):
+@pytest.mark.parametrize(("provenance", "tries"), [({"drafted": {}}, 9), ({}, 1)], ids=["estimate", "measured"])
+def test_a_guess_that_drafts_cost_too_much_is_put_to_the_test_for_each_size_of_batch(provenance, tries):
     """By rounds in turns with rounds without drafts. Of the first round for new requests nothing is learnt."""
-    guess = ThroughputTable((1, 8, 64), (1.0, 0.9, 0.8), drafting=0.9, provenance={"table": table})
-    costs = LearnedCosts(guess, 4)
+    costs = LearnedCosts(ThroughputTable((1, 8, 64), (1.0, 0.9, 0.8), drafting=0.9, provenance=provenance), 4)
     for requests in (1, 8):
         policy, answers = Scheduler(Experience(costs), trees=False), []
         load, nothing = Load(tuple(range(requests))), torch.zeros(requests, dtype=torch.long)

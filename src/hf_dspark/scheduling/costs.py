@@ -14,7 +14,6 @@ import numpy as np
 
 from ..files import digest, replace_text
 
-ESTIMATE = "estimate"  # the name of a table of which nothing was measured
 USUAL_GROWTH = 1.5  # where it was not measured
 KNOWN_RANGES = 256  # of tokens, that a table remembers
 
@@ -104,11 +103,6 @@ class ThroughputTable:
         """Where the table comes from, if that is known, and a hash of its numbers."""
         numbers = {key: value for key, value in self.to_sglang().items() if key != "provenance"}
         return f"{self.provenance.get('table', 'table')} [{digest(numbers)[:8]}]"
-
-    @property
-    def is_estimate(self) -> bool:
-        """Whether nothing was measured."""
-        return self.provenance.get("table") == ESTIMATE
 
     @cached_property
     def _probes(self) -> tuple[np.ndarray, np.ndarray]:

@@ -143,7 +143,9 @@ class LearnedCosts:
         self._growth = [LearnedCurve((1,), (growth,)) for growth in known.growth]
         self.rounds, self.plain = 0, ReprobeCounter(FIRST_PLAIN, RARELY)
         self._rested = 1  # rounds in a row that did not draft
-        self._is_estimate, self._drafted = known.is_estimate, Counter()  # rounds by the logarithm of their requests
+        # Rounds that drafted, by the logarithm of their requests; `None` if the table was measured.
+        drafted = known.provenance.get("drafted")
+        self._drafted = None if drafted is None else Counter({int(size): count for size, count in drafted.items()})
         self._chains_scale, self._trees_in_a_row = 1.0, 0  # when chains were drafted last, and rounds with trees since
         self._tables: dict[int, tuple[int, ThroughputTable]] = {}  # by the number of requests, and when it was made
         self.new_key = CallKeys(ODD)  # of sampled calls of any domain, as they share the costs: see `Policy.new_key`
@@ -160,7 +162,7 @@ class LearnedCosts:
     def first_answer(self, load: Load) -> bool | None:
         """Tell whether to draft while too few rounds of about so many requests have shown what they cost: every other
         one, as rounds of one kind in a row would show how fast the machine is, and not which kind takes longer."""
-        if not self._is_estimate or self._drafted[load.num_requests.bit_length()] >= FIRST_DRAFTED:
+        if self._drafted is None or self._drafted[load.num_requests.bit_length()] >= FIRST_DRAFTED:
             return None
         return self._rested > 0
 
@@ -184,7 +186,8 @@ class LearnedCosts:
         self.rounds += 1
         tokens, drafting = load.base_tokens + int(outcome.lengths.sum()), outcome.draft_seconds
         slowness = self._passes.add(tokens, outcome.seconds - drafting, load.context_tokens)
-        self._drafted[load.num_requests.bit_length()] += outcome.drafted
+        if self._drafted is not None:
+            self._drafted[load.num_requests.bit_length()] += outcome.drafted
         if not outcome.drafted:
             self.plain.rounds = 0
         elif outcome.is_tail or self._rested > 1:
@@ -197,7 +200,8 @@ class LearnedCosts:
         self._rested = 0 if outcome.drafted and not outcome.is_tail else self._rested + 1
         if self._keep is not None and self.rounds >= KEPT_AFTER and self.rounds & (self.rounds - 1) == 0:
             with contextlib.suppress(OSError):  # a read-only place: the next process learns again
-                self._keep(self.table(), learned_rounds=self.rounds)
+                facts = {} if self._drafted is None else {"drafted": dict(self._drafted)}
+                self._keep(self.table(), learned_rounds=self.rounds, **facts)
 
     def _observe_trees(self, load: Load, outcome: RoundOutcome, slowness: float) -> None:
         """Learn what trees add to drafting, by the rounds with chains shortly before; later ones tell of both."""

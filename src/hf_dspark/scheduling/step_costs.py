@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 from ..cpu import fast_linears
 from ..files import replace_text
 from ..provenance import device_name
-from .costs import ESTIMATE, ThroughputTable
+from .costs import ThroughputTable
 from .learning import Experience, LearnedCosts
 
 logger = logging.getLogger(__name__)
@@ -183,7 +183,7 @@ def estimated_cost(target: PreTrainedModel, draft: PreTrainedModel) -> Throughpu
     plain, drafting = seconds_of(target), passes * seconds_of(draft, lm_head)
     tokens = (1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32, 48, 64, 128, 256, 512)
     rates = [1 / (plain * (1 + (count - 1) / hidden_tokens) + drafting) for count in tokens]
-    return ThroughputTable(tokens, rates, drafting, provenance={"table": ESTIMATE})
+    return ThroughputTable(tokens, rates, drafting, provenance={"table": "estimate", "drafted": {}})
 
 
 @lru_cache(maxsize=1)
