@@ -1,4 +1,4 @@
-"""Faster small-batch matrix products on a CPU, and norms in fewer calls, behind one context manager."""
+"""Faster small-batch matrix products on a CPU, and norms in fewer calls, by one context manager."""
 
 from .linears import fast_linears
 from .small_batch_gemm import in_graphs

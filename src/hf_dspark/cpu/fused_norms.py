@@ -9,9 +9,10 @@ import torch
 from torch import nn
 
 Forward = Callable[[nn.Module, torch.Tensor], torch.Tensor]
+Way = Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor]  # from states, weight and epsilon to the result
+Known = tuple[torch.dtype, torch.device, Forward | None]  # of a norm's weight, and what was found for these
 
-_known: "weakref.WeakKeyDictionary[nn.Module, tuple[torch.dtype, torch.device, Forward | None]]"
-_known = weakref.WeakKeyDictionary()
+_known: "weakref.WeakKeyDictionary[nn.Module, Known]" = weakref.WeakKeyDictionary()
 
 
 def fused_forward(module: nn.Module) -> Forward | None:
@@ -39,8 +40,8 @@ def _same_forward(norm: nn.Module, weight: nn.Parameter) -> Forward | None:
         return None
     states = torch.randn(8, 4, len(weight), generator=torch.Generator().manual_seed(0), device="cpu")
     states = (states * torch.logspace(-4, 4, 8, device="cpu")[:, None, None]).to(weight)
-    for number in range(len(_WAYS)):
-        forward = _forward_by(number, eps)
+    for way in _WAYS:
+        forward = _forward_by(way, eps)
         try:
             tried = [
                 (forward(norm, each), type(norm).forward(norm, each)) for each in (states, states.transpose(0, 1))
@@ -53,7 +54,7 @@ def _same_forward(norm: nn.Module, weight: nn.Parameter) -> Forward | None:
 
 
 # How norms scale, the commonest first.
-_WAYS: tuple[Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor], ...] = (
+_WAYS: tuple[Way, ...] = (
     lambda states, weight, eps: torch.rms_norm(states, weight.shape, weight, eps),
     # As Llama in bfloat16, which rounds before it scales.
     lambda states, weight, eps: weight * torch.rms_norm(states, weight.shape, None, eps),
@@ -63,9 +64,7 @@ _WAYS: tuple[Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor], ...] =
 
 
 @functools.cache  # compiled graphs know it again
-def _forward_by(number: int, eps: float) -> Forward:
-    way = _WAYS[number]
-
+def _forward_by(way: Way, eps: float) -> Forward:
     def forward(norm: nn.Module, states: torch.Tensor) -> torch.Tensor:
         weight = norm._parameters["weight"]
         if (

@@ -1,5 +1,5 @@
 """Route the linear layers of models to the fastest small-batch GEMM of this CPU, and their RMS norms to one operator,
-behind one context manager."""
+by one context manager."""
 
 import copy
 import types

@@ -82,7 +82,7 @@ class DecodingLoop:
         self._input_device = support.input_device
         self._has_outliers = support.has_outliers
         self._draft_linears = fast_linears(drafter.draft, support.lm_head)  # which it borrows
-        self._target_linears = fast_linears(*support.small_parts)
+        self._target_linears = fast_linears(*support.leaf_modules)
 
     @_locked
     def run_round(self) -> None:

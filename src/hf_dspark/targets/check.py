@@ -78,7 +78,7 @@ def _worst_difference(support: TargetSupport, rows: list[torch.Tensor]) -> tuple
     alone = [_decoded(support, row, prompt) for row, prompt in zip(rows, prompts, strict=True)]
     packed, cache, worst = PackedTarget(support), SlotCache(len(rows)), 0.0
     rolled_back = [prompts[0] + 1, *prompts[1:]]
-    with fast_linears(*support.small_parts):
+    with fast_linears(*support.leaf_modules):
         for starts, counts in (([0, 0, 0], prompts), (prompts, [4, 1, 2]), (rolled_back, [6, 7, 5])):
             layout = SlotLayout(tuple(starts), tuple(counts), is_prefill=starts == [0, 0, 0])
             spans = [slice(start, start + count) for start, count in zip(starts, counts, strict=True)]

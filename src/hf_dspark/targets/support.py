@@ -189,8 +189,8 @@ class TargetSupport:
         return len(set(getattr(self.target, "hf_device_map", {}).values())) > 1
 
     @functools.cached_property
-    def small_parts(self) -> tuple[nn.Module, ...]:
-        """The modules without parts, such as linear layers and norms."""
+    def leaf_modules(self) -> tuple[nn.Module, ...]:
+        """Those without modules of their own, such as linear layers and norms."""
         return tuple(module for module in self.modules if not module._modules)
 
     @functools.cached_property
